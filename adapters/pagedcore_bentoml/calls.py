@@ -18,7 +18,6 @@ from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling, Req
 from pagedcore.request_options import TIMEOUT, OptionKeywords
 from pagedcore_bentoml.wire import BatchCompletion, Completion, completion_of
 from pagedcore_http.salts import Caller
-from pagedcore_http.text_parts import join_text_parts
 
 MAX_BATCH_PROMPTS: Final = 256
 """Prompts of one batch: they wait for room together, and one caller's must not fill the process."""
@@ -128,7 +127,7 @@ async def output_of(engine: AsyncEngine, prompt: Any, call: Call) -> RequestOutp
     """
     params = call.params()
     async with call.in_time():
-        output = await asyncio.wrap_future(engine.submit(join_text_parts(prompt), params, **call.options))
+        output = await asyncio.wrap_future(engine.submit(prompt, params, **call.options))
     output.raise_for_error()
     return output
 
@@ -155,10 +154,11 @@ async def complete_chat(engine: AsyncEngine, messages: Any, tools: ChatTools, ca
     """Complete a chat, whose model may call tools; cancelling this aborts the request. Raises as ``complete``."""
     if type(tools.is_parallel) is not bool:
         raise InvalidRequest("parallel_tool_calls", tools.is_parallel, "true or false")
-    prompt, form = join_text_parts(messages), engine.chat_format
+    form = engine.chat_format
     arguments = form.arguments(tools.template_arguments, tools.reasoning_effort, "chat_template_kwargs")
     prompt = Chat.prompt_of(
-        prompt, tools.tools, arguments, add_generation_prompt=tools.adds_prompt, continue_final_message=tools.continues)
+        messages, tools.tools, arguments, add_generation_prompt=tools.adds_prompt,
+        continue_final_message=tools.continues)
     turn = form.turn(prompt, call.params(), tools.choice, tools.is_parallel)
     async with call.in_time():
         output = await asyncio.wrap_future(engine.submit(prompt, turn.params, **call.options))
@@ -183,9 +183,8 @@ async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCo
         async with call.in_time():
             for place, (prompt, its_params, its_options) in enumerate(zip(prompts, params, options, strict=True)):
                 with _refused_at(f"prompts[{place}]"):
-                    text = join_text_parts(prompt)
                     # Why: a full queue refuses the first and so the batch; the others wait for their room.
-                    futures.append(engine.submit(text, its_params, wait_for_room=place > 0, **its_options))
+                    futures.append(engine.submit(prompt, its_params, wait_for_room=place > 0, **its_options))
                 # Why: each may take a millisecond or two to tokenise.
                 await asyncio.sleep(0)
             outputs = await asyncio.gather(*map(_output_at, count(), futures))
@@ -198,4 +197,4 @@ async def complete_all(engine: AsyncEngine, prompts: Any, call: Call) -> BatchCo
 def deltas_of(engine: AsyncEngine, prompt: Any, call: Call) -> AsyncGenerator[Delta, None]:
     """Complete one prompt delta by delta; closing the generator aborts the request. Raises as ``AsyncEngine.generate``,
     and ``InvalidRequest`` for parameters at once."""
-    return engine.generate(join_text_parts(prompt), call.params(), timeout_s=call.timeout_s, **call.options)
+    return engine.generate(prompt, call.params(), timeout_s=call.timeout_s, **call.options)

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any, Final
 
+from pagedcore import Chat
 from pagedcore.errors import InvalidPrompt
-from pagedcore_http.text_parts import join_text_parts
 from pagedcore_openai.errors import FieldNotSupported
 from pagedcore_openai.message_fields import read_message
 
@@ -29,8 +29,7 @@ def messages_of(given: Any) -> list[dict[str, Any]]:
     """
     if not isinstance(given, list) or not given:
         raise InvalidPrompt("messages", given, "a list of at least one message, an object with role and content")
-    messages: list[dict[str, Any]] = join_text_parts([_message(one, place) for place, one in enumerate(given)])
-    return messages
+    return [_message(one, place) for place, one in enumerate(given)]
 
 
 def _message(given: Any, place: int) -> dict[str, Any]:
@@ -41,6 +40,9 @@ def _message(given: Any, place: int) -> dict[str, Any]:
     role = message.get("role")
     if isinstance(role, str):
         message["role"] = _ROLES.get(role, role)
+    # Why not left to the engine: a response is stored, and its size counted, as text.
+    if "content" in message:
+        message["content"] = Chat.joined_parts(f"{where}.content", message["content"])
     return message
 
 

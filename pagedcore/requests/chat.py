@@ -21,7 +21,7 @@ from pagedcore.config.limits import (
     MAX_TOOLS,
     MAX_TOOLS_LENGTH,
 )
-from pagedcore.errors import InvalidPrompt, InvalidTools, PromptEmpty, PromptTooLong, describe_name
+from pagedcore.errors import InvalidPrompt, InvalidTools, PromptEmpty, PromptTooLong, describe, describe_name
 from pagedcore.protocols import ChatMessage
 from pagedcore.requests.validation import count_text_bytes
 from pagedcore.tokenizer.template_arguments import validate_arguments
@@ -103,6 +103,21 @@ class Chat:
             return messages
         return Chat(messages, tools, template_arguments=template_arguments, add_generation_prompt=adds_prompt,
                     continue_final_message=continues)
+
+    @staticmethod
+    def joined_parts(what: str, content: Any, room: int = MAX_CHAT_BYTES) -> Any:
+        """Return a message's content in OpenAI's form, a list of text parts, as their text; others as they are.
+
+        Raises:
+            InvalidPrompt: a part is not ``{"type": "text", "text": ...}``; images, audio and files are not read.
+            InvalidText: the text has more than ``room`` bytes, or UTF-8 cannot encode it.
+        """
+        if not isinstance(content, list | tuple):
+            return content
+        texts = [_part_text(f"{what}[{place}]", part) for place, part in enumerate(content)]
+        for place, text in enumerate(texts):
+            room -= count_text_bytes(f"{what}[{place}]", text, room)
+        return "".join(texts)
 
     @property
     def functions(self) -> list[dict[str, Any]]:
@@ -201,7 +216,8 @@ def tools_length(tools: Sequence[Mapping[str, Any]]) -> int:
 
 def validate_chat(messages: object, max_model_len: int | None = None, num_bytes: int = 0) -> list[ChatMessage]:
     """Check chat messages before the template is rendered: "role", "content" and "tool_calls" of each; others may be
-    anything. A message with calls needs no content, and the arguments of calls become objects.
+    anything. A message with calls needs no content, and the arguments of calls become objects. A content of text parts
+    becomes their text.
 
     Args:
         messages: what a caller wrote.
@@ -210,7 +226,7 @@ def validate_chat(messages: object, max_model_len: int | None = None, num_bytes:
 
     Raises:
         InvalidPrompt: not a list of mappings with a "role" and a "content" of text, or too many of them, or a call
-            that is none.
+            that is none, or a part of a content that is no text.
         PromptEmpty: no message.
         InvalidText: text that UTF-8 cannot encode.
         PromptTooLong: more text, or longer tools, than a context of ``max_model_len`` could ever hold.
@@ -235,6 +251,8 @@ def validate_chat(messages: object, max_model_len: int | None = None, num_bytes:
         if message.get("tool_calls"):
             message, length = _with_calls(f"messages[{index}].tool_calls", message)
             room -= length
+        if isinstance(message.get("content"), list | tuple):
+            message = {**message, "content": Chat.joined_parts(f"messages[{index}].content", message["content"], room)}
         for key in ("role", "content"):
             what, text = f"messages[{index}].{key}", message.get(key)
             if not isinstance(text, str):
@@ -242,6 +260,15 @@ def validate_chat(messages: object, max_model_len: int | None = None, num_bytes:
             room -= count_text_bytes(what, text, room)
         checked.append(message)
     return checked
+
+
+def _part_text(what: str, part: Any) -> str:
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+    if kind == "text" and isinstance(text, str):
+        return text
+    given = describe_name(kind) if isinstance(kind, str) and kind != "text" else describe(part)
+    raise InvalidPrompt(what, given, 'a part like {"type": "text", "text": "..."}', "This model reads text only.",
+                        is_described=True)
 
 
 def require_continuable(messages: Sequence[ChatMessage]) -> None:

@@ -96,8 +96,10 @@ class ChatFormat:
 
     def _is_left_open(self, messages: Any) -> bool:
         last = messages[-1] if isinstance(messages, list | tuple) and messages else None
-        text = last.get("content") if isinstance(last, Mapping) else None
-        if self.reasoning is None or not isinstance(text, str):
+        if self.reasoning is None or not isinstance(last, Mapping):
+            return False
+        text = Chat.joined_parts(f"messages[{len(messages) - 1}].content", last.get("content"))
+        if not isinstance(text, str):
             return False
         return self.reasoning.begin in text and self.reasoning.end not in text.rpartition(self.reasoning.begin)[2]
 

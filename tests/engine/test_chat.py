@@ -46,6 +46,14 @@ def test_a_chat_says_what_its_prompt_completes_to(engine: Engine) -> None:
     assert engine.stats().num_blocks_used == 0
 
 
+def test_text_parts_are_a_content(engine: Engine) -> None:
+    """OpenAI's form of a content has the tokens of its text, in every method that takes a chat."""
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 3?"}]}]
+    wanted = engine.encode(QUESTION)
+    assert [engine.encode(prompt) for prompt in (parts, Chat(parts))] == [wanted, wanted]
+    assert engine.chat(parts, PARAMS).content == engine.chat(QUESTION, PARAMS).content
+
+
 async def test_a_conversation_goes_on_with_messages_and_calls() -> None:
     """A reply is a message of the next call, with its calls; both engines read it alike, and know the same words."""
     def script(prompt: str) -> str:

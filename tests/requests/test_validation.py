@@ -102,6 +102,11 @@ def test_a_refusal_does_not_carry_the_text_in_its_chain():
     assert "canary" not in "".join(traceback.format_exception_only(refusal.value))
 
 
+def text_part(text):
+    """OpenAI's form of a text in a content."""
+    return {"type": "text", "text": text}
+
+
 def message(role="user", content="hi", **further):
     """One chat message."""
     return {"role": role, "content": content, **further}
@@ -113,6 +118,15 @@ def message(role="user", content="hi", **further):
 def test_chats_within_bounds_are_accepted(messages):
     """1 to 1,024 mappings with a role and a content of text; further keys are left alone."""
     assert validate_chat(messages) == list(messages)
+
+
+def test_text_parts_are_their_text():
+    """A content of OpenAI's text parts is what they say one after the other; a part of another type is named."""
+    parts = message(content=[text_part("a"), {**text_part("b"), "cache_control": {}}], name="x")
+    assert validate_chat([message(), parts, message(content=())]) == [
+        message(), message(content="ab", name="x"), message(content="")]
+    with pytest.raises(errors.InvalidPrompt, match="got 'image_url', allowed is a part like"):
+        validate_chat([message(content=[{"type": "image_url", "image_url": {"url": "canary"}}])])
 
 
 @pytest.mark.parametrize(
@@ -128,7 +142,10 @@ def test_chats_within_bounds_are_accepted(messages):
         ([{"role": "user"}], errors.InvalidPrompt, "messages[0].content"),
         ([{"content": "hi"}], errors.InvalidPrompt, "messages[0].role"),
         ([message(role=1)], errors.InvalidPrompt, "messages[0].role"),
-        ([message(content=[{"type": "text"}])], errors.InvalidPrompt, "messages[0].content"),
+        ([message(content=[{"type": "text"}])], errors.InvalidPrompt, "messages[0].content[0]"),
+        ([message(content=[text_part("a"), {"type": "image_url"}])], errors.InvalidPrompt, "messages[0].content[1]"),
+        ([message(content=[text_part("a" * (limits.MAX_CHAT_BYTES // 2))] * 3)], errors.InvalidText,
+         "messages[0].content[2]"),
         ([message(content=None)], errors.InvalidPrompt, "messages[0].content"),
         ([message(content="\ud800")], errors.InvalidText, "messages[0].content"),
         ([message(), message(role="\udcff")], errors.InvalidText, "messages[1].role"),
