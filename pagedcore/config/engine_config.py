@@ -22,6 +22,18 @@ _MAX_WAIT_MS: Final = 50.0
 BESIDE_SETTINGS: Final = ("config", "plugins", "stream_interval_s", "dead_after_s")
 """Keywords of ``from_pretrained``, an ``AsyncEngine``'s among them, that are no settings."""
 _ALIASES: Final = {"max_batch_size": "max_num_seqs", "max_batch_tokens": "max_num_batched_tokens"}
+_ONE_DEVICE: Final = "An engine computes on one device; start several processes to use more."
+_NO_GUESSES: Final = "There is no speculative decoding."
+_BITS: Final = 'Say quantization="w8a8" or "w4a16"; files that are quantised say it themselves.'
+_OF_OTHERS: Final = {
+    "enable_lora": "Adapters are not read; merge them into the weights first.",
+    "tensor_parallel_size": _ONE_DEVICE, "pipeline_parallel_size": _ONE_DEVICE, "data_parallel_size": _ONE_DEVICE,
+    "speculative_config": _NO_GUESSES, "speculative_model": _NO_GUESSES, "num_speculative_tokens": _NO_GUESSES,
+    "quantization_config": _BITS, "load_in_8bit": _BITS, "load_in_4bit": _BITS,
+    "gpu_memory_utilization": 'Say kv_cache_memory="4GiB", or num_kv_blocks.',
+    "swap_space": 'Say host_kv_memory="4GiB".',
+}
+"""Settings of other engines, and what there is in their place."""
 _FORMATS: Final = {
     "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32", "float": "float32",
     "bf16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32", "torch.bfloat16": "bfloat16",
@@ -271,7 +283,7 @@ def own_names(settings: Mapping[str, Any], others: Iterable[str] = ()) -> dict[s
     for given, value in settings.items():
         name = _ALIASES.get(given, given)
         if name not in _KNOWN:
-            advice = did_you_mean(given, [*_KNOWN, *_ALIASES, *others])
+            advice = _OF_OTHERS.get(given) or did_you_mean(given, [*_KNOWN, *_ALIASES, *others])
             known = ", ".join(_KNOWN)
             raise InvalidConfig(f"unknown setting {describe_name(given)}, known are {known}. {advice}".rstrip())
         if name in named and named[name] != value:

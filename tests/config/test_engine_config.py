@@ -185,6 +185,20 @@ def test_four_times_as_many_may_wait_as_run_unless_said():
     assert EngineConfig(max_num_seqs=5, max_num_waiting=1).waiting_limit == 1
 
 
+@pytest.mark.parametrize(("name", "advice"), [
+    ("enable_lora", "merge them into the weights"), ("tensor_parallel_size", "computes on one device"),
+    ("speculative_config", "no speculative decoding"), ("quantization_config", 'quantization="w8a8"'),
+    ("gpu_memory_utilization", 'kv_cache_memory="4GiB"'), ("swap_space", 'host_kv_memory="4GiB"'),
+])
+def test_settings_of_other_engines_say_what_there_is_instead(name, advice):
+    """A sentence says it; a setting that it names is one, with a value that is taken."""
+    with pytest.raises(InvalidConfig, match=rf"unknown setting '{name}', known are .*\. [A-Z].*{advice}.*\.$"):
+        EngineConfig(**{name: 1})
+    if "=" in advice:
+        setting, _, value = advice.partition("=")
+        EngineConfig(**{setting: value.strip('"')})
+
+
 @pytest.mark.parametrize("make", [EngineConfig, EngineConfig.from_keywords])
 def test_unknown_settings_are_refused_with_the_nearest_and_the_known_ones(make):
     """The constructor and from_keywords name the nearest setting, if one is near, and list what exists."""
