@@ -32,8 +32,6 @@ class Life:
     """Tokens at its end, or at the recording's."""
     end: FinishReason | None = None
     """``None``: it had not ended when the recording was written."""
-    is_branch: bool = False
-    """Whether it is a beam that began with what another one had computed."""
     start_s: float | None = None
     end_s: float | None = None
 
@@ -106,10 +104,10 @@ def lives_of(recording: Recording, until: Place = EVERYTHING) -> list[Life]:
     """Return the turns of all sequences up to a place, in the order of their arrivals."""
     lives, open_lives = list[Life](), dict[int, Life]()
 
-    def arrive(described: Mapping[str, Any], now_s: float, *, is_branch: bool = False) -> None:
+    def arrive(described: Mapping[str, Any], now_s: float) -> None:
         number = described["plain"]["sequence_id"]
         _, row = recording.rows[described["row"]]
-        open_lives[number] = Life(number, described, row, now_s, described["num_tokens"], is_branch=is_branch)
+        open_lives[number] = Life(number, described, row, now_s, described["num_tokens"])
         lives.append(open_lives[number])
 
     for place, segment in enumerate(recording.segments[: until[0] + 1]):
@@ -125,7 +123,7 @@ def lives_of(recording: Recording, until: Place = EVERYTHING) -> list[Life]:
         for now_s, verb, given, decision in events_between(recording, (place, 0), min(until, (place + 1, 0))):
             if verb in ("add_sequences", "add_branch"):
                 for described in given[: 1 if verb == "add_branch" else None]:
-                    arrive(described, now_s, is_branch=verb == "add_branch")
+                    arrive(described, now_s)
             for described in described_in(given):
                 if (life := open_lives.get(described["plain"]["sequence_id"])) is not None:
                     life.row, life.length = recording.rows[described["row"]][1], described["num_tokens"]

@@ -18,8 +18,7 @@ from typing import Any
 from pagedcore.errors import EngineOverloaded, PagedcoreError, RecordingError, RequestTooLarge
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.recorder.recording import Recording, canonical
-from pagedcore.recorder.state import ReplayedSequence, sequence_of
-from pagedcore.replay.beams import Search, Searches
+from pagedcore.recorder.state import sequence_of
 from pagedcore.replay.decisions import SegmentReplay
 from pagedcore.replay.lives import (
     EVERYTHING,
@@ -49,10 +48,13 @@ class WhatIf:
             changes: settings by name, as in ``settings_of``.
             leave_at: go on by the virtual clock from this place, even if decisions are still equal.
 
-        Raises ``RecordingError`` if it has no steps, is not consistent in itself, or a setting is none.
+        Raises ``RecordingError`` if it has no steps or a beam search, whose beams depend on the schedule, is not
+        consistent in itself, or a setting is none.
         """
         if not recording.segments:
             raise RecordingError("it has no steps")
+        if any(has_beams(segment) for segment in recording.segments):
+            raise RecordingError("it has a beam search, which is not run under other settings")
         self._recording, self._leave_at = recording, leave_at
         # Why first: it refuses a recording whose settings are none.
         self._costs, self._lives_in_order = learnt_costs(recording), lives_of(recording)
@@ -68,11 +70,8 @@ class WhatIf:
         self._coming: list[Life] = []
         self._postponed: list[Life] = []
         self._lives: dict[int, Life] = {}
-        self._searches: Searches
         self._arrived_s: dict[int, float] = {}
         self._moving: dict[int, float] = {}
-        self._of_step: list[Search] = []
-        self._branches: list[tuple[ReplayedSequence, ReplayedSequence]] = []
         self._now_s = self._start_s = self._first_s(0)
 
     @property
@@ -83,8 +82,6 @@ class WhatIf:
     def run(self) -> Outcome:
         """Follow the recording while its decisions are taken, then go on to the end of all requests, or to where
         nothing can progress.
-
-        Raises ``RecordingError`` if a beam search of the recording is not consistent in itself.
         """
         self.left_at = self._follow()
         self.outcome = recorded_outcome(self._recording, self.left_at or EVERYTHING)
@@ -142,20 +139,14 @@ class WhatIf:
         later = list(events_between(self._recording, place, EVERYTHING))
         self._now_s = later[0][0] if later else self._now_s
         before = lives_of(self._recording, place)
-        self._searches = Searches(self._recording, place, {one.number: one for one in self._lives_in_order})
         live = {one.sequence_id for one in (*scheduler.waiting, *scheduler.running)}
         for known, life in zip(before, self._lives_in_order, strict=False):
             if known.end is None and life.number in live:
                 self._lives[life.number], self._arrived_s[life.number] = life, life.arrival_s
-        coming = [one for one in self._lives_in_order[len(before) :] if not one.is_branch]
-        self._coming = sorted(coming, key=lambda one: one.arrival_s, reverse=True)
+        self._coming = sorted(self._lives_in_order[len(before) :], key=lambda one: one.arrival_s, reverse=True)
         # Why also later ones: a request that never ran has no length to run with, so it stays refused.
         self.outcome.num_refused += num_refused_in(later) + sum(len(made.refused) for made in self.starting_states)
         self.outcome.num_preemptions += sum(made.num_preempted for made in self.starting_states)
-        for number in [one for made in self.starting_states for one in made.refused]:
-            if (search := self._searches.find_search(number)) is not None:
-                self._end_search(search)
-                live -= {*search.beams}
         for number in live:
             if not self._num_left(number):
                 self._finish(number)
@@ -191,13 +182,9 @@ class WhatIf:
             self.scheduler.add_sequences(sequence)
         except (RequestTooLarge, EngineOverloaded):
             self.outcome.num_refused += 1
-            if (search := self._searches.find_search(life.number)) is not None:
-                self._searches.drop(search)
             sequence.finish_reason = "error"
 
     def _num_left(self, number: int) -> int:
-        if self._searches.find_search(number) is not None:
-            return 1
         return self._lives[number].length - len(self._replay.sequences[number].token_ids)
 
     def _finish(self, number: int) -> None:
@@ -240,44 +227,24 @@ class WhatIf:
 
     def tokens(self, plan: SchedulePlan, sampled: None) -> dict[int, int | None]:
         """Return the recorded tokens, and end those that have all."""
-        tokens, searches = dict[int, int | None](), dict[int, Search]()
+        tokens: dict[int, int | None] = {}
         for row in plan.rows:
             number = row.sequence.sequence_id
             if row.sequence.prompt_logprobs is not None:
                 row.sequence.prompt_logprobs += [None] * len(row.scored_positions)  # type: ignore[list-item]
-            if row.is_sampled and (search := self._searches.find_search(number)) is not None:
-                tokens[number], searches[id(search)] = None, search
-            elif row.is_sampled:
+            if row.is_sampled:
                 life, known = self._lives[number], len(row.sequence.token_ids)
                 tokens[number] = life.row[known]
                 if known + 1 == life.length:
                     self._replay.sequences[number].next_end = life.end or "abort"
-        self._branches, self._of_step = [], list(searches.values())
-        for search in self._of_step:
-            new_beams, cancelled = self._searches.choose(search, tokens, self._replay.sequences, self.scheduler)
-            self._branches += new_beams
-            self.outcome.finished += cancelled
         return tokens
 
     def publish(self, plan: SchedulePlan, news: ListOf[NewToken]) -> None:
-        """Note what has ended, and let beams go on."""
+        """Note what has ended."""
         for new in news:
             if new.finish_reason is not None:
                 self.outcome.finished.append(new.sequence.sequence_id)
-        for beam, parent in self._branches:
-            self._arrived_s[beam.sequence_id] = self._now_s
-            self.scheduler.add_branch(beam, parent)
-        for search in self._of_step:
-            if not search.rounds:
-                self._end_search(search)
         self.outcome.num_steps += 1
-
-    def _end_search(self, search: Search) -> None:
-        self._searches.drop(search)
-        for number in search.beams:
-            self.scheduler.finish_sequence(self._replay.sequences[number], "stop")
-            self.outcome.finished.append(number)
-            self.scheduler.remove_sequence(self._replay.sequences[number])
 
     def _sleep(self) -> bool:
         """Go to the next moment at which something happens; return whether there is one."""
@@ -293,6 +260,12 @@ class WhatIf:
             yield self._coming[-1].arrival_s
         if self.scheduler.waiting.gated:
             yield self._now_s + self.scheduler.gated_s(self._now_s)
+
+
+def has_beams(segment: Mapping[str, Any]) -> bool:
+    """Whether a beam search is under way at the beginning of a segment, or goes on in it."""
+    verbs = {verb for _, verb, _, _ in segment["events"]}
+    return bool(segment["state"]["beams"] or verbs & {"beams", "add_branch"})
 
 
 def _without_blocks(verb: str, decided: Any) -> Any:

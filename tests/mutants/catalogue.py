@@ -129,7 +129,7 @@ SESSIONS = (
            "            self._store.parking.free_kv(self._request.sequences[0])\n", "",
            "sessions/test_sessions.py::test_files_go_with_what_they_are_for"),
     Mutant("Only the first parked session expires.", _PARKING,
-           "self._next_expiry_s = min(expiries, default=math.inf)", "self._next_expiry_s = math.inf",
+           "self.next_expiry_s = min(expiries, default=math.inf)", "self.next_expiry_s = math.inf",
            "sessions/test_sessions.py::test_every_parked_session_expires_in_its_own_time"),
     Mutant("The file of a session that is used again stays.", _PARKING,
            "            self.directory.remove(parked.file.path)", "            pass",
