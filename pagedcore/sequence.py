@@ -34,13 +34,13 @@ class SequenceStatus(Enum):
 Phase = Literal["waiting", "prefill", "decode", "finished"]
 """What a caller sees of a sequence's way."""
 
-#: WAITING -> RUNNING admitted; RUNNING -> WAITING preempted; FINISHED -> WAITING extended.
 LEGAL_MOVES: Final = {
     SequenceStatus.WAITING: {SequenceStatus.RUNNING, SequenceStatus.FINISHED},
     SequenceStatus.RUNNING: {SequenceStatus.WAITING, SequenceStatus.FINISHED},
     SequenceStatus.FINISHED: {SequenceStatus.WAITING, SequenceStatus.REMOVED},
     SequenceStatus.REMOVED: set(),
 }
+"""WAITING -> RUNNING admitted; RUNNING -> WAITING preempted; FINISHED -> WAITING extended."""
 
 
 @dataclass(eq=False, repr=False, slots=True)

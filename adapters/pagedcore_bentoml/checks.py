@@ -26,8 +26,8 @@ _FAILED: Final = signal.SIGUSR1
 """What a worker whose start failed sends to the process that started it."""
 _SUPERVISOR: Final = "PAGEDCORE_BENTOML_SUPERVISOR"
 """Environment variable with the number of the process that takes ``_FAILED``."""
-#: Settings of ``AsyncEngine.from_pretrained`` that are no fields of ``EngineConfig``, or may be objects.
 _NOT_IN_CONFIG: Final = frozenset({"tokenizer", "plugins", "stream_interval_s", "dead_after_s"})
+"""Settings of ``AsyncEngine.from_pretrained`` that are no fields of ``EngineConfig``, or may be objects."""
 
 
 def before_any_worker(hook: F) -> F:

@@ -47,8 +47,8 @@ from pagedcore_http.salts import Caller, Salt, derive_salt
 
 T = TypeVar("T")
 
-#: BentoML passes a context to an endpoint that it serves; a direct call in Python has none.
 _NO_CONTEXT: Any = None
+"""BentoML passes a context to an endpoint that it serves; a direct call in Python has none."""
 
 
 class PagedCoreRunner(EngineLifetime):

@@ -48,8 +48,8 @@ _ELSEWHERE: Final = {
 """Names of other chat models that mean nothing here, and what to do instead."""
 _SAMPLING_FIELDS: Final = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "logprobs")
 
-#: What a call may say about its completion; a "stop" of its own is LangChain's keyword.
 _CALL_NAMES: Final = frozenset({"top_logprobs", *(field.name for field in fields(SamplingParams))} - {"stop"})
+"""What a call may say about its completion; a "stop" of its own is LangChain's keyword."""
 
 
 class PagedCoreSettings(BaseModel):

@@ -15,12 +15,12 @@ import torch
 
 from pagedcore_kernels.errors import InvalidConfig
 
-#: Block rows and the K and V of each layer start at multiples of this: one cache line.
 ALIGNMENT = 64
-#: Value rows hold a multiple of this many elements, so that kernels read whole vectors.
+"""Block rows and the K and V of each layer start at multiples of this: one cache line."""
 VALUE_LANES = 16
-#: Bytes of the scale of one token and head, a float32.
+"""Value rows hold a multiple of this many elements, so that kernels read whole vectors."""
 SCALE_BYTES = 4
+"""Bytes of the scale of one token and head, a float32."""
 
 
 def _round_up(number: int, multiple: int) -> int:

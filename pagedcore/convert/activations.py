@@ -18,8 +18,8 @@ from torch import nn
 from pagedcore.errors import InvalidConfig
 from pagedcore.models.checkpoints.pretrained import load_config, load_pretrained
 
-#: Rows of each module that are kept: those of Llama 3 8B take 109 MB in bfloat16.
 NUM_KEPT: Final = 64
+"""Rows of each module that are kept: those of Llama 3 8B take 109 MB in bfloat16."""
 
 OnProgress = Callable[[int, int], None]
 Prompts = Sequence[Sequence[int]]

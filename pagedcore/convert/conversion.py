@@ -52,9 +52,9 @@ from pagedcore.tokenizer.tokenizer import HFTokenizer
 from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.threads import num_threads_of_torch
 
-#: What goes along: everything about text, and how to generate. Code does not.
 _OTHER_FILES: Final = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*_map.json", "added_tokens.json",
                        "generation_config.json", "chat_template*", "LICENSE*")  # fmt: skip
+"""What goes along: everything about text, and how to generate. Code does not."""
 _FORMATS: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8",
                    torch.int32: "I32", torch.int64: "I64"}  # fmt: skip
 _CONFIG: Final = "config.json"

@@ -17,10 +17,10 @@ from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.linears.stored_weight import refusal
 from pagedcore.tokenizer.gguf_tokenizer import gguf_tokenizer, tokenizer_in_metadata
 
-#: Of all models of Llama 3; files have the factors that these come to, and not the numbers.
 _LLAMA_3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-#: Relative difference of factors: files have them in float32.
+"""Of all models of Llama 3; files have the factors that these come to, and not the numbers."""
 _TOLERANCE: Final = 1e-5
+"""Relative difference of factors: files have them in float32."""
 
 
 class GGUFSource:

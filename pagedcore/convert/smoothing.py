@@ -41,8 +41,8 @@ from pagedcore.models.linears.schemes import QuantizedLinears
 from pagedcore.models.transformers_model import redirect_attention
 
 _ALPHA: Final = 0.5
-#: Numbers of a weight that are multiplied in float32 at a time: 64 MiB.
 _AT_ONCE: Final = 2**24
+"""Numbers of a weight that are multiplied in float32 at a time: 64 MiB."""
 
 Maxima = Mapping[str, torch.Tensor]
 

@@ -8,7 +8,7 @@ with NaN, so that a kernel that reads them shows it. ``check_invariants=True`` b
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence as ListOf
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final
 
@@ -37,7 +37,7 @@ _MOST_READ: Final = 4096
 """Blocks that were read and whose tags are known if they are written again; older ones count as another process's."""
 _NAN: Final = 0xFF
 """Of these bytes, every number is NaN in float32, bfloat16, float16 and float8; of integers, the scale is."""
-_Pairs = Seq[tuple[int, int]]
+_Pairs = ListOf[tuple[int, int]]
 
 
 class ShadowTags:
@@ -148,15 +148,15 @@ class ShadowStore:
             memory[blocks] = tags if is_ok else _NOTHING
         return ended
 
-    def read_blocks(self, block_ids: Seq[int]) -> npt.NDArray[np.uint8]:
+    def read_blocks(self, block_ids: ListOf[int]) -> npt.NDArray[np.uint8]:
         """Return the bytes of device blocks, and remember their tags until they are written again."""
         return self._remember(self._store.read_blocks(block_ids), self._tags.device[list(block_ids)])
 
-    def read_host_blocks(self, block_ids: Seq[int]) -> npt.NDArray[np.uint8]:
+    def read_host_blocks(self, block_ids: ListOf[int]) -> npt.NDArray[np.uint8]:
         """Do the same for host blocks."""
         return self._remember(self._store.read_host_blocks(block_ids), self._tags.host[list(block_ids)])
 
-    def write_blocks(self, block_ids: Seq[int], contents: npt.NDArray[np.uint8]) -> None:
+    def write_blocks(self, block_ids: ListOf[int], contents: npt.NDArray[np.uint8]) -> None:
         """Overwrite device blocks; bytes that were read here have the same tags, for whichever root reads them now."""
         self._store.write_blocks(block_ids, contents)
         for block_id, block in zip(block_ids, contents, strict=True):
@@ -198,7 +198,7 @@ class ShadowRunner(ModelRunner):
         self.__dict__.update(vars(runner))
         self._tags, self._store = tags, store
 
-    def execute(self, rows: Seq[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
+    def execute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         """Compute ``rows``. Raises as ``ModelRunner.execute``, and ``InternalError`` before a wrong slot is read."""
         tables = [one.block_ids for one in block_manager.tables(row.sequence.sequence_id for row in rows)]
         for row, table in zip(rows, tables, strict=True):

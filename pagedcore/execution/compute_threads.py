@@ -23,36 +23,37 @@ from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads_of_torc
 
 _engine_numbers: Final = itertools.count()
 
-#: Another way has to be so much faster, as a share of the present cost, to be chosen.
 ADVANTAGE: Final = 0.93
-#: A trial ends early when its steps cost so many times what they do now.
+"""Another way has to be so much faster, as a share of the present cost, to be chosen."""
 HOPELESS: Final = 1.25
-#: After such a trial the wait for the next one becomes so many times as long, instead of twice.
+"""A trial ends early when its steps cost so many times what they do now."""
 HOPELESS_FACTOR: Final = 8
-#: A trial is at least so many steps and so long, in seconds: shorter ones measure a neighbour's slices of time.
+"""After such a trial the wait for the next one becomes so many times as long, instead of twice."""
 TRIAL_STEPS: Final = 3
+"""A trial is at least so many steps and so long, in seconds: shorter ones measure a neighbour's slices of time."""
 TRIAL_S: Final = 0.05
-#: A way that looks faster is chosen after so many seconds only: beside neighbours the cost of 50 ms varies by a third.
 WINNING_S: Final = 0.2
-#: The first steps of a trial do not count, and neither do later ones for so long: threads that slept begin slowly.
+"""A way that looks faster is chosen after so many seconds only: beside neighbours the cost of 50 ms varies by a third.
+"""
 WARM_UP_STEPS: Final = 1
+"""The first steps of a trial do not count, and neither do later ones for so long: threads that slept begin slowly."""
 WARM_UP_S: Final = 0.01
-#: Steps of a size before its first trial.
 FIRST_STEPS: Final = 32
-#: Seconds to the next trial: after a change, and at most.
+"""Steps of a size before its first trial."""
 SHORTEST_WAIT_S: Final = 0.25
+"""Seconds to the next trial: after a change, and at most."""
 LONGEST_WAIT_S: Final = 60.0
-#: The same for a way that cannot see that a neighbour has left, because it waits for no other thread.
 LONGEST_WAIT_ALONE_S: Final = 2.0
-#: Such a change in the share of the time that the thread had its core is a change of the machine.
+"""The same for a way that cannot see that a neighbour has left, because it waits for no other thread."""
 CHANGE: Final = 0.1
-#: The last steps are averaged over about so many seconds, or three steps: many slices of a neighbour's time.
+"""Such a change in the share of the time that the thread had its core is a change of the machine."""
 AVERAGE_S: Final = 0.1
+"""The last steps are averaged over about so many seconds, or three steps: many slices of a neighbour's time."""
 LEAST_KEPT: Final = 0.7
-#: The share of the core over so many, because it varies more and a change of it leads to a trial.
 SHARE_AVERAGE_S: Final = 0.4
-#: The wait after a trial is at least so many times as long as the trial.
+"""The share of the core over so many, because it varies more and a change of it leads to a trial."""
 WAIT_PER_TRIAL: Final = 10
+"""The wait after a trial is at least so many times as long as the trial."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ _log = logging.getLogger("pagedcore")
 
 _CALIBRATION_BLOCKS: Final = (1, 8)
 _PAUSE_S: Final = 0.001
-#: The most memory that is taken before it is used, and how many times as much must be free for it.
 _MOST_AHEAD_BYTES: Final = 2**28
+"""The most memory that is taken before it is used, and how many times as much must be free for it."""
 _LEAVES_FREE: Final = 4
 
 

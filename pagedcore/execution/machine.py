@@ -15,13 +15,13 @@ import psutil
 
 from pagedcore_kernels.cpu.runtime.cores import num_usable_cores, read_of_system, unreadable_system
 
-#: Flags worth knowing, as Linux names them; x86 first, then ARM.
 _INTERESTING = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16", "amx_int8",
     "asimd", "sve", "sve2", "bf16", "i8mm",
 )
-#: Any of these multiplies bfloat16 matrices in hardware.
+"""Flags worth knowing, as Linux names them; x86 first, then ARM."""
 _BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Any of these multiplies bfloat16 matrices in hardware."""
 
 
 @dataclass(frozen=True, slots=True)

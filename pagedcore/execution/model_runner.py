@@ -6,7 +6,7 @@ a sequence or a block; the engine commits what this returns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from math import log2
 
@@ -25,7 +25,7 @@ from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
 
-_Part = tuple[Seq[ScheduledRow], SampledTokens]
+_Part = tuple[ListOf[ScheduledRow], SampledTokens]
 """Rows that were computed together, and their tokens."""
 
 
@@ -54,7 +54,7 @@ class ModelRunner:
         """Forget what is kept from a step to the next, after one that broke off."""
         self._sampler.forget()
 
-    def execute(self, rows: Seq[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
+    def execute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         """Compute ``rows``, sample one token for each row that reaches its last known token, in their order, and score
         the tokens of prompts that are reported.
 
@@ -75,7 +75,7 @@ class ModelRunner:
             return self._compute_in_parts(rows, block_manager, error)
 
     def _compute_in_parts(
-        self, rows: Seq[ScheduledRow], block_manager: BlockManager, error: Exception
+        self, rows: ListOf[ScheduledRow], block_manager: BlockManager, error: Exception
     ) -> SampledTokens:
         """Compute halves of the rows, then halves of those that fail, down to single rows.
 
@@ -84,7 +84,7 @@ class ModelRunner:
         row, so computing it a second time changes nothing.
         """
         num_left, parts, failures = int(4 * log2(len(rows))), list[_Part](), dict[int, Exception]()
-        failed: list[tuple[Seq[ScheduledRow], Exception]] = [(rows, error)]
+        failed: list[tuple[ListOf[ScheduledRow], Exception]] = [(rows, error)]
         while failed:
             # Why the largest first: that saves most rows when the forwards do not suffice.
             failed.sort(key=lambda one: len(one[0]))
@@ -107,7 +107,7 @@ class ModelRunner:
             raise error
         return _join(rows, parts, failures)
 
-    def _compute(self, rows: Seq[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
+    def _compute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         sequences = [row.sequence for row in rows if row.is_sampled]
         batch, greedy = build_batch(rows, block_manager), self._greedy
         no_scores = len(batch.logits_rows) == len(sequences)
@@ -126,7 +126,7 @@ class ModelRunner:
             return replace(self._sampler.sample(logits[: len(sequences)], sequences), prompts=prompts)
 
 
-def _join(rows: Seq[ScheduledRow], parts: Seq[_Part], failures: dict[int, Exception]) -> SampledTokens:
+def _join(rows: ListOf[ScheduledRow], parts: ListOf[_Part], failures: dict[int, Exception]) -> SampledTokens:
     """Put the results of parts in the order of all rows."""
     chosen, prompts = dict[int, tuple[int, TokenLogprobs | None]](), dict[int, list[TokenLogprobs] | None]()
     for part, sampled in parts:

@@ -6,7 +6,7 @@ sequences run and never touches a device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -40,7 +40,7 @@ class RaggedBatch:
         return int(self.query_start[-1])
 
 
-def build_batch(rows: Seq[ScheduledRow], block_manager: BlockManager) -> RaggedBatch:
+def build_batch(rows: ListOf[ScheduledRow], block_manager: BlockManager) -> RaggedBatch:
     """Flatten scheduled rows; logits are wanted of the last token of every sampled row, then of all scored positions.
 
     Args:
@@ -76,7 +76,7 @@ def build_batch(rows: Seq[ScheduledRow], block_manager: BlockManager) -> RaggedB
 
 
 def assemble(
-    token_ids: Int64Array, starts: Int64Array, counts: Int64Array, *, seq_ids: Int64Array, tables: Seq[Int32Array],
+    token_ids: Int64Array, starts: Int64Array, counts: Int64Array, *, seq_ids: Int64Array, tables: ListOf[Int32Array],
     block_size: int, is_sampled: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None,
 ) -> RaggedBatch:
     """Compute positions, slots and tables of rows that are given as plain arrays.
@@ -111,7 +111,7 @@ def assemble(
     return RaggedBatch(token_ids, positions, seq_ids, slots, query_start, kv_lens, block_tables, ends - 1)
 
 
-def _stack_tables(tables: Seq[Int32Array], needed: Int64Array) -> Int32Array:
+def _stack_tables(tables: ListOf[Int32Array], needed: Int64Array) -> Int32Array:
     """Return [R, W] block ids, -1 past each row's end; W is the longest row's need."""
     stacked = np.full((len(tables), int(needed.max())), -1, dtype=np.int32)
     for row, (table, count) in enumerate(zip(tables, needed.tolist(), strict=True)):

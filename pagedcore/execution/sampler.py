@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -29,8 +29,8 @@ from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 from pagedcore_kernels.cpu.sampling.samplers import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
 
 _LARGEST_FINITE: Final = float(np.finfo(np.float32).max)
-#: Infinities in bfloat16; what has a larger magnitude is NaN.
 _INFINITY, _MINUS_INFINITY = np.int16(0x7F80), np.int16(0x7F80 - 2**15)
+"""Infinities in bfloat16; what has a larger magnitude is NaN."""
 Int16Array = npt.NDArray[np.int16]
 
 
@@ -64,7 +64,7 @@ class Sampler:
         self._report = LogprobReporter(vocab_size)
         self._adjusters: dict[int, RowAdjuster] = {}
 
-    def sample(self, logits: FloatArray | torch.Tensor, sequences: Seq[Sequence]) -> SampledTokens:
+    def sample(self, logits: FloatArray | torch.Tensor, sequences: ListOf[Sequence]) -> SampledTokens:
         """Choose one token per row.
 
         Args:
@@ -92,11 +92,11 @@ class Sampler:
         return SampledTokens(token_ids, logprobs, failures=failures)
 
     @staticmethod
-    def wants_largest(sequences: Seq[Sequence]) -> bool:
+    def wants_largest(sequences: ListOf[Sequence]) -> bool:
         """Whether all that is wanted of each row is its most likely token, of those that may come yet."""
         return all(map(_is_plainly_greedy, sequences))
 
-    def barred_tokens(self, sequences: Seq[Sequence]) -> Int64Array:
+    def barred_tokens(self, sequences: ListOf[Sequence]) -> Int64Array:
         """Return the tokens that may not come yet, as they would end completions too soon: [B, 2] rows and ids."""
         places = [(i, token_id) for i, one in enumerate(sequences) if _is_too_short(one)
                   for token_id in one.stop_token_ids if token_id < self._vocab_size]  # fmt: skip
@@ -117,7 +117,7 @@ class Sampler:
         self._adjusters = {}
 
     def score(
-        self, logits: FloatArray | torch.Tensor, rows: Seq[ScheduledRow]
+        self, logits: FloatArray | torch.Tensor, rows: ListOf[ScheduledRow]
     ) -> dict[int, list[TokenLogprobs] | None]:
         """Compute the log-probabilities of prompt tokens, each after those before it.
 
@@ -145,7 +145,7 @@ class Sampler:
                 known.append(scored)
         return scores
 
-    def _choose(self, rows: FloatArray, sequences: Seq[Sequence]) -> Int64Array:
+    def _choose(self, rows: FloatArray, sequences: ListOf[Sequence]) -> Int64Array:
         params = [sequence.params for sequence in sequences]
         temperatures = [one.temperature for one in params]
         if not any(temperatures):
@@ -155,7 +155,7 @@ class Sampler:
         return self._sample(rows, sampling_rows(temperatures, top_k, top_p, min_p, seeds, positions))
 
     def _adjust(
-        self, rows: FloatArray, sequences: Seq[Sequence], reports: dict[int, _Report]
+        self, rows: FloatArray, sequences: ListOf[Sequence], reports: dict[int, _Report]
     ) -> dict[int, Exception]:
         """Change the rows in place; return why a sequence cannot be sampled, by its id."""
         adjusters, constrained = dict[int, RowAdjuster](), list[tuple[int, Constraint, list[int]]]()
@@ -330,7 +330,7 @@ class _BadWords:
 
     __slots__ = ("_by_last", "_single")
 
-    def __init__(self, sequences: Seq[tuple[int, ...]]) -> None:
+    def __init__(self, sequences: ListOf[tuple[int, ...]]) -> None:
         self._single = np.array([one[0] for one in sequences if len(one) == 1], np.int64)
         self._by_last: dict[int, list[tuple[int, ...]]] = {}
         for one in sequences:

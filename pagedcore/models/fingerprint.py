@@ -16,14 +16,14 @@ from pagedcore.protocols import DescribesItself, HasFingerprint, ModelBackend, M
 
 _SAMPLE: Final = 512
 """Elements that are read at the beginning, in the middle and at the end of every tensor."""
-#: What a configuration says about where it was stored, by whom and when, about training and about the form of results,
-#: and what the shapes of weights say too.
 _INCIDENTAL: Final = frozenset({
     "architectures", "attention_dropout", "chunk_size_feed_forward", "dtype", "head_dim", "id2label",
     "initializer_range", "label2id", "max_window_layers", "output_attentions", "output_hidden_states",
     "output_router_logits", "pretraining_tp", "problem_type", "return_dict", "router_aux_loss_coef",
     "router_jitter_noise", "torch_dtype", "transformers_version", "use_cache",
 })
+"""What a configuration says about where it was stored, by whom and when, about training and about the form of results,
+and what the shapes of weights say too."""
 
 
 def model_fingerprint(model: Any, quantization: str = "none") -> ModelFingerprint:

@@ -25,14 +25,14 @@ _NUM_TOKENS: Final = 12
 _CHUNK: Final = 7
 _NUM_SEQUENCES: Final = 4
 
-#: Largest relative difference of one token's logits, by number format: summation order, not a different function.
 _TOLERANCE: Final = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
-#: The same at least where rows may be quantised: a difference in the last bit can round a number to its neighbour.
+"""Largest relative difference of one token's logits, by number format: summation order, not a different function."""
 QUANTIZED_TOLERANCE: Final = 0.15
-#: The same at least with KV in int8, which is compared with KV in the model's format.
+"""The same at least where rows may be quantised: a difference in the last bit can round a number to its neighbour."""
 INT8_KV_TOLERANCE: Final = 0.4
-#: Share of the tokens that may differ more in a coarse format, where a router's near tie can send a token elsewhere.
+"""The same at least with KV in int8, which is compared with KV in the model's format."""
 _OUTLIERS: Final = 0.25
+"""Share of the tokens that may differ more in a coarse format, where a router's near tie can send a token elsewhere."""
 
 
 class SelfTest:

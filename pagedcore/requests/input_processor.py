@@ -7,7 +7,7 @@ thread, and a request that it refuses was never accepted. Next: ``request_table`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence as ListOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -34,7 +34,7 @@ from pagedcore.structured.grammars import Grammars
 from pagedcore.tokenizer.incremental_text import ShowsSpecialTokens
 from pagedcore.tokenizer.template_arguments import TakesArguments, require_read
 
-Prompt = str | SequenceOf[int] | SequenceOf[ChatMessage] | Chat | Infill
+Prompt = str | ListOf[int] | ListOf[ChatMessage] | Chat | Infill
 """Text, token ids, chat messages (mappings with "role" and "content"), a ``Chat``, which has tools too, or an
 ``Infill``, the text around a gap."""
 _POLICY_FOR: Final = {"priority": "priority", "weight": "fair", "deadline_s": "deadline", "ttft_ms": "deadline",
@@ -203,7 +203,7 @@ class InputProcessor:
             text = self.tokenizer.decode([token_id])
         return TokenText(text, text.encode() if text and "\ufffd" not in text else None)
 
-    def text_of(self, token_ids: SequenceOf[int]) -> str:
+    def text_of(self, token_ids: ListOf[int]) -> str:
         """Return the text of tokens, special ones left out. Raises ``InvalidRequest``, and ``TextFailed``."""
         ids = validation.validate_prompt_ids(token_ids, self.vocab_size, self.max_model_len + 1)
         if self.tokenizer is None:
@@ -229,7 +229,7 @@ class InputProcessor:
 
     def _chat(self, chat: Any) -> tuple[list[ChatMessage], Tokenizer, dict[str, Any]]:
         """Return the messages of a chat, what renders them, and with which options."""
-        tools: SequenceOf[Mapping[str, Any]] = ()
+        tools: ListOf[Mapping[str, Any]] = ()
         has_control_tokens = self.control_tokens_in_chats
         of_chat = chat if type(chat) is Chat else None
         if of_chat is not None:
@@ -254,7 +254,7 @@ class InputProcessor:
         return messages, tokenizer, options
 
 
-def _arguments_for(tokenizer: Tokenizer, chat: Chat, messages: SequenceOf[ChatMessage]) -> Mapping[str, Any]:
+def _arguments_for(tokenizer: Tokenizer, chat: Chat, messages: ListOf[ChatMessage]) -> Mapping[str, Any]:
     """Return what the template of a chat is told. Raises ``InvalidPrompt`` for what this one cannot be told."""
     names = tokenizer.template_arguments if isinstance(tokenizer, TakesArguments) else frozenset[str]()
     require_read("template_arguments", chat.template_arguments, names)

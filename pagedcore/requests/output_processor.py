@@ -7,7 +7,7 @@ sequence is in ``pending_output``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -73,7 +73,7 @@ class OutputProcessor:
         """What was given output that no caller has been told of, in order."""
         self._num_settled = 0
         """How many of these nothing can undo any more: all but what the present step has given."""
-        self.open_before: SequenceOf[Request] = ()
+        self.open_before: ListOf[Request] = ()
         """The requests with open groups when the present change began; set by the one that begins it."""
         self.started: list[tuple[int, float]] = []
         """Prompt tokens and seconds of waiting of what a step has started, if steps are observed; for its report."""
@@ -246,7 +246,7 @@ class OutputProcessor:
         self._branches = [one for group in groups.values() for one in self.groups.choose_beams(group, tokens)]
         return tokens
 
-    def publish(self, plan: SchedulePlan, news: SequenceOf[NewToken]) -> None:
+    def publish(self, plan: SchedulePlan, news: ListOf[NewToken]) -> None:
         """Give the completions of a committed step their tokens."""
         now_s = self._clock.now()
         for new in news:
@@ -269,7 +269,7 @@ class OutputProcessor:
                     failure.__cause__ = error
                 self._pending += self._end_all([row.sequence], "error", failure)
 
-    def end_waiting(self, sequences: SequenceOf[Sequence], error: Exception) -> None:
+    def end_waiting(self, sequences: ListOf[Sequence], error: Exception) -> None:
         """End requests of sequences that were not started, before a step."""
         # Why first: whatever breaks this off is undone by it.
         self._expired += sequences

@@ -19,12 +19,12 @@ from pagedcore.protocols import Clock, MonotonicClock
 
 HealthStatus = Literal["ready", "degraded", "dead"]
 
-#: How often an idle engine thread looks around, in seconds: often enough that silence means something.
 IDLE_CHECK_S: Final = 1.0
-#: Failed steps in a row from which on the model, not a request, is at fault.
+"""How often an idle engine thread looks around, in seconds: often enough that silence means something."""
 MAX_FAILED_STEPS: Final = 3
-#: The longest time between two looks of the watchdog, in seconds, and the fewest looks before it gives an engine up.
+"""Failed steps in a row from which on the model, not a request, is at fault."""
 TICK_S: Final = 1.0
+"""The longest time between two looks of the watchdog, in seconds, and the fewest looks before it gives an engine up."""
 MIN_TICKS: Final = 10
 
 

@@ -9,18 +9,18 @@ import re
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Final
 
-#: The one-shot decoding of a tokenizer: token ids to text, special tokens left out.
 Decode = Callable[[Sequence[int]], str]
-#: The proper beginnings of all well-formed sequences (Unicode 16, table 3-7) at the end of the bytes.
-#: Why: the incremental decoder of ``codecs`` also waits after ED A0, which nothing can complete.
+"""The one-shot decoding of a tokenizer: token ids to text, special tokens left out."""
 _UNFINISHED: Final = re.compile(
     rb"(?:[\xC2-\xDF]"
     rb"|\xE0[\xA0-\xBF]?|[\xE1-\xEC\xEE\xEF][\x80-\xBF]?|\xED[\x80-\x9F]?"
     rb"|\xF0(?:[\x90-\xBF][\x80-\xBF]?)?|[\xF1-\xF3][\x80-\xBF]{0,2}|\xF4(?:[\x80-\x8F][\x80-\xBF]?)?)\Z"
 )
-#: The alphabet of GPT-2: printable Latin-1 characters stand for themselves, the other 68 bytes are numbered from U+0100
-#: on, in order. Other code points below 256 are mapped to a non-byte.
+"""The proper beginnings of all well-formed sequences (Unicode 16, table 3-7) at the end of the bytes.
+Why: the incremental decoder of ``codecs`` also waits after ED A0, which nothing can complete."""
 _PRINTABLE: Final = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+"""The alphabet of GPT-2: printable Latin-1 characters stand for themselves, the other 68 bytes are numbered from U+0100
+on, in order. Other code points below 256 are mapped to a non-byte."""
 _HIDDEN: Final = [byte for byte in range(256) if byte not in _PRINTABLE]
 _BYTE_OF_CHARACTER: Final = (
     dict.fromkeys(_HIDDEN, 0xFFFF) | {byte: byte for byte in _PRINTABLE} | dict(enumerate(_HIDDEN, 0x100))

@@ -17,16 +17,16 @@ from pagedcore.tokenizer.template_arguments import NO_ARGUMENTS, RESERVED
 _ACCEPTED: Final = "a conversation that the model's chat template accepts"
 _CONTINUED: Final = "a conversation whose last message the model's chat template writes exactly once"
 _IN_BOUNDS: Final = "a conversation that the model's chat template renders within its bounds"
-#: Stands for the completion before a further turn: any text that no template writes by itself.
 _COMPLETION: Final = "pagedcore-answer-marker"
-#: Stands for the end of a message that is continued, likewise.
+"""Stands for the completion before a further turn: any text that no template writes by itself."""
 _END_OF_CONTENT: Final = "pagedcore-end-marker"
+"""Stands for the end of a message that is continued, likewise."""
 _BEFORE: Final = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _COMPLETION})
-#: A tool that no template names by itself.
 _PROBE: Final[dict[str, Any]] = {"type": "function", "function": {
     "name": "pagedcore_probe", "description": "It does nothing.", "parameters": {"type": "object", "properties": {}}}}
-#: Shorter quotes of a template are not useful.
+"""A tool that no template names by itself."""
 _MIN_QUOTE: Final = 8
+"""Shorter quotes of a template are not useful."""
 _MAX_QUOTE: Final = 200
 
 

@@ -14,10 +14,10 @@ from tokenizers import AddedToken
 
 from pagedcore.tokenizer.disguise import texts_in
 
-#: Roles that templates write without naming them, into their control tokens at times.
 _ROLES: Final = frozenset(("system", "user", "assistant", "tool", "developer", "function", "model"))
-#: Characters of which it is remembered what they are normalised to.
+"""Roles that templates write without naming them, into their control tokens at times."""
 _MAX_CHARACTERS: Final = 4096
+"""Characters of which it is remembered what they are normalised to."""
 
 
 class ControlTokens:

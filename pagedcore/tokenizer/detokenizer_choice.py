@@ -20,8 +20,8 @@ from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, decode_at_
 AnyDetokenizer = ByteLevelDetokenizer | PieceDetokenizer | StreamDetokenizer
 DetokenizerFactory = Callable[[], AnyDetokenizer]
 
-#: Most added tokens that are tried; some models have thousands of reserved ones.
 _MAX_ADDED: Final = 256
+"""Most added tokens that are tried; some models have thousands of reserved ones."""
 
 
 def choose_detokenizer(

@@ -17,16 +17,16 @@ from typing import Any, Final
 from pagedcore.errors import InvalidPrompt
 from pagedcore.tokenizer.plain_values import plain
 
-#: Braille, SignWriting, and planes for private use. Python writes the former two as they are, as it does ``<``, and
-#: nothing trims, changes or normalises any of them.
 _SUBSTITUTES: Final = (range(0x2800, 0x2900), range(0x1D800, 0x1DA00), range(0xF0000, 0xFFFFE))
+"""Braille, SignWriting, and planes for private use. Python writes the former two as they are, as it does ``<``, and
+nothing trims, changes or normalises any of them."""
 _ESCAPE: Final = re.compile(r"\\u[0-9a-f]{4}")
-#: Methods of a text that say what it has, or where, or cut it there.
 _LOOKS: Final = frozenset((
     "count", "endswith", "find", "index", "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier",
     "isnumeric", "isprintable", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex",
     "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip",
 ))
+"""Methods of a text that say what it has, or where, or cut it there."""
 
 
 def texts_in(value: Any) -> list[str]:

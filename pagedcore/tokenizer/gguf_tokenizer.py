@@ -17,23 +17,23 @@ from pagedcore.tokenizer.quick_tokenizer import QWEN_SPLIT, QuickTokenizer
 from pagedcore.tokenizer.tokenizer import HFTokenizer
 
 _LLAMA_SPLIT: Final = QWEN_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-#: How text is split before bytes are merged, by ``tokenizer.ggml.pre``; ``None``: by GPT-2's own expression.
 _SPLITS: Final[Mapping[str, str | None]] = {
     "gpt-2": None, "smollm": None, "qwen2": QWEN_SPLIT, "llama-bpe": _LLAMA_SPLIT, "llama3": _LLAMA_SPLIT,
     "llama-v3": _LLAMA_SPLIT,
 }
+"""How text is split before bytes are merged, by ``tokenizer.ggml.pre``; ``None``: by GPT-2's own expression."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _NAMED: Final = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 _TEXT, _FLAG, _TEXTS = ("text", (str,)), ("true or false", (bool,)), ("a list of texts", (str,))
-#: What entries are, of those that are read without a look at their types.
 _NEEDED: Final[Mapping[str, tuple[str, tuple[type, ...]]]] = {
     "model": _TEXT, "pre": _TEXT, "chat_template": _TEXT, "add_bos_token": _FLAG, "add_eos_token": _FLAG,
     "add_space_prefix": _FLAG, "tokens": _TEXTS, "merges": _TEXTS, "token_type": ("a list of integers", (int,)),
     "scores": ("a list of numbers", (float, int)),
 }
+"""What entries are, of those that are read without a look at their types."""
 _SPACE: Final = "▁"
-#: Longest token of SentencePiece whose pieces are looked for; the work grows with its square.
 _LONGEST_PIECE: Final = 256
+"""Longest token of SentencePiece whose pieces are looked for; the work grows with its square."""
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], directory: Path) -> HFTokenizer | None:

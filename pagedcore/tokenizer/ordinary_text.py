@@ -15,12 +15,12 @@ from tokenizers import AddedToken, Encoding, Tokenizer
 
 from pagedcore.tokenizer.control_tokens import ControlTokens
 
-#: A character of no vocabulary.
 _UNKNOWN: Final = "\U0010fffd"
-#: Times that text is cut in which the model itself finds a control token.
+"""A character of no vocabulary."""
 _MAX_CUTS: Final = 8
-#: As ``HFTokenizer.encode`` has it.
+"""Times that text is cut in which the model itself finds a control token."""
 _LONG_TEXT: Final = 1024
+"""As ``HFTokenizer.encode`` has it."""
 
 Place = tuple[int, int, int]
 """A token in a text: its id, and where it begins and ends."""

@@ -14,20 +14,20 @@ from typing import Any, Final
 
 from tokenizers import AddedToken, Tokenizer, models
 
-#: Classes of transformers that take ``tokenizer.json`` as it is.
 PLAIN_CLASSES: Final = ("TokenizersBackend", "PreTrainedTokenizerFast")
+"""Classes of transformers that take ``tokenizer.json`` as it is."""
 _QWEN_CLASSES: Final = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 _NAMED: Final = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-#: Settings that change nothing: those of padding, of lengths, and those that ``tokenizer.json`` has instead.
 _NEUTRAL: Final = frozenset({
     "add_bos_token", "add_eos_token", "backend", "clean_up_tokenization_spaces", "errors", "is_local", "legacy",
     "max_length", "model_input_names", "model_max_length", "name_or_path", "pad_to_multiple_of", "pad_token_type_id",
     "padding_side", "stride", "tokenizer_class", "truncation_side", "truncation_strategy",
 })
-#: What the class of Qwen2 builds; vocabulary, merges and added tokens are the file's.
+"""Settings that change nothing: those of padding, of lengths, and those that ``tokenizer.json`` has instead."""
 QWEN_SPLIT: Final = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+"""What the class of Qwen2 builds; vocabulary, merges and added tokens are the file's."""
 _QWEN_END: Final = "<|endoftext|>"
 
 

@@ -27,12 +27,12 @@ from pagedcore.config.limits import (
     MIN_TEMPLATE_STEPS,
 )
 
-#: Steps between two looks at the clock.
 _STEPS_PER_LOOK: Final = 256
-#: Characters that are searched or compared in the time of a step.
+"""Steps between two looks at the clock."""
 _CHARACTERS_PER_STEP: Final = 256
-#: Bytes of a character that is an object: in a list, as Python keeps those beyond Latin-1.
+"""Characters that are searched or compared in the time of a step."""
 _CHARACTER_BYTES: Final = 84
+"""Bytes of a character that is an object: in a list, as Python keeps those beyond Latin-1."""
 _NUMBER: Final = re.compile("[0-9]+")
 _VIEWS: Final[tuple[type, ...]] = (type({}.keys()), type({}.values()), type({}.items()))
 _CONTAINERS: Final = (dict, list, tuple, set, *_VIEWS, Namespace, range)

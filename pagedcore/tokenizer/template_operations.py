@@ -35,12 +35,12 @@ from pagedcore.tokenizer.template_budget import (
     text_bytes,
 )
 
-#: Steps of a filter, a test or a call, beside those of the nodes that they are.
 _CALL_STEPS: Final = 4
-#: Characters that filters take whose work grows with the square of their text.
+"""Steps of a filter, a test or a call, beside those of the nodes that they are."""
 _MAX_SQUARED: Final = 2**16
-#: Characters of what is stripped, of the name of an attribute, and of a number that is read.
+"""Characters that filters take whose work grows with the square of their text."""
 _MAX_SHORT: Final = 1024
+"""Characters of what is stripped, of the name of an attribute, and of a number that is read."""
 _MAX_DIGITS: Final = 10**3
 _METHODS: Final[Mapping[type, frozenset[str]]] = {
     str: frozenset((
@@ -258,21 +258,21 @@ _CHECKS: Final[Mapping[str, Callable[..., None]]] = {
     **dict.fromkeys(("groupby", "max", "min", "sort", "unique"), _by_attribute),
     **dict.fromkeys(("pprint", "striptags", "urlize", "wordwrap", "xmlattr"), _squared),
 }
-#: Filters that return, or go through later, what they are given, and do not look into it.
 _LIGHT_FILTERS: Final = frozenset((
     "attr", "count", "d", "default", "first", "items", "last", "length", "random",
 ))
+"""Filters that return, or go through later, what they are given, and do not look into it."""
 _LAZY_FILTERS: Final = frozenset(("map", "reject", "rejectattr", "select", "selectattr"))
 _LIGHT_TESTS: Final = frozenset((
     "boolean", "callable", "defined", "escaped", "false", "float", "integer", "iterable", "mapping", "none", "number",
     "sameas", "sequence", "string", "true", "undefined",
 ))
-#: Times that a text may grow; others at most double it.
 _GROWTH: Final[Mapping[str, int]] = {"e": 6, "escape": 6, "forceescape": 6, "urlencode": 12}
-#: Filters and tests that go through the elements, which of a text are its characters.
+"""Times that a text may grow; others at most double it."""
 _OF_ITEMS: Final = frozenset((
     "batch", "groupby", "in", "join", "list", "max", "min", "reverse", "slice", "sort", "sum", "unique", "urlencode",
 ))
+"""Filters and tests that go through the elements, which of a text are its characters."""
 
 
 def _weighed(name: str, value: Any) -> Any:

@@ -33,8 +33,8 @@ from pagedcore.tokenizer.plain_values import plain
 from pagedcore.tokenizer.template_arguments import NO_ARGUMENTS
 from pagedcore.tokenizer.template_budget import OverBound, budget, is_plain, items, made, measure, new_budget, text
 
-#: Names under which a message's reasoning is passed; templates read the first.
 _NAMES_OF_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+"""Names under which a message's reasoning is passed; templates read the first."""
 _REASONING: Final = frozenset(_NAMES_OF_REASONING)
 
 

@@ -33,8 +33,8 @@ from pagedcore.tokenizer.infill import InfillTokens
 from pagedcore.tokenizer.quick_tokenizer import PLAIN_CLASSES, QuickTokenizer, read_tokenizer
 from pagedcore.tokenizer.template_arguments import NO_ARGUMENTS
 
-#: Characters that take about half a millisecond to tokenise.
 _LONG_TEXT: Final = 1024
+"""Characters that take about half a millisecond to tokenise."""
 
 
 class HFTokenizer:

@@ -72,6 +72,12 @@ def test_public_names_have_docstrings() -> None:
     assert [f"{source.module}.{name}" for source in SOURCES for name in _undocumented(source.tree)] == []
 
 
+def test_attributes_are_documented_in_one_way() -> None:
+    """By the string below them, and not by a comment that begins with a colon."""
+    mark = "#" + ":"
+    assert [source.module for source in SOURCES if mark in source.text] == []
+
+
 def _undocumented(scope: ast.Module | ast.ClassDef) -> list[str]:
     missing = []
     for node in scope.body:

@@ -21,22 +21,22 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-#: Lanes of a vector.
 LANES = 16
-#: Bytes of a cache line.
+"""Lanes of a vector."""
 LINE = 64
-#: log2(e): scores are scaled by it once so that every exponential is a power of two.
+"""Bytes of a cache line."""
 LOG2_E = 1.4426950408889634
+"""log2(e): scores are scaled by it once so that every exponential is a power of two."""
 
 FLOAT = ir.FloatType()
 INT8, INT16, INT32, INT64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-#: Number formats of stored elements, as kernels take them; int8 are whole numbers, whose scales lie elsewhere.
 AS_FLOAT32, AS_BFLOAT16, AS_INT8 = range(3)
-#: By number format: what an element is copied as.
+"""Number formats of stored elements, as kernels take them; int8 are whole numbers, whose scales lie elsewhere."""
 ELEMENTS = INT32, INT16, INT8
+"""By number format: what an element is copied as."""
 
-#: IR objects (builders, values, types) and Numba's typing context: both libraries are untyped.
 Builder = Any
+"""IR objects (builders, values, types) and Numba's typing context: both libraries are untyped."""
 Value = Any
 Typing = Any
 
@@ -197,11 +197,11 @@ def store_floats(b: Builder, value: Value, address: Value, offset: Value | int, 
         store(b, value, address, offset, 4)
 
 
-#: Taylor coefficients of 2**f around 0, from the sixth power down to the constant.
 _EXP2 = (0.00015403530393381608, 0.0013333558146428443, 0.009618129107628477, 0.0555041086648216,
          0.2402265069591007, 0.6931471805599453, 1.0)  # fmt: skip
-#: 1.5 * 2**23: adding it rounds a small float to the nearest integer, ties to even, and leaves that in the low bits.
+"""Taylor coefficients of 2**f around 0, from the sixth power down to the constant."""
 ROUNDING = 12582912.0
+"""1.5 * 2**23: adding it rounds a small float to the nearest integer, ties to even, and leaves that in the low bits."""
 
 
 def exp2(b: Builder, x: Value) -> Value:
@@ -257,18 +257,18 @@ def _load_intrinsic(kind: Any, size: int, result: Any, convert: Callable[[Builde
     return intrinsic(load_element)
 
 
-#: ``load_int64(address, index) -> int64``
 load_int64 = _load_intrinsic(INT64, 8, types.int64, lambda b, value: value)
-#: ``load_int32(address, index) -> int64``, sign-extended.
+"""``load_int64(address, index) -> int64``"""
 load_int32 = _load_intrinsic(INT32, 4, types.int64, lambda b, value: b.sext(value, INT64))
-#: ``load_int8(address, index) -> int64``, sign-extended.
+"""``load_int32(address, index) -> int64``, sign-extended."""
 load_int8 = _load_intrinsic(INT8, 1, types.int64, lambda b, value: b.sext(value, INT64))
-#: ``load_float32(address, index) -> float32``
+"""``load_int8(address, index) -> int64``, sign-extended."""
 load_float32 = _load_intrinsic(FLOAT, 4, types.float32, lambda b, value: value)
-#: ``load_bfloat16(address, index) -> float32``
+"""``load_float32(address, index) -> float32``"""
 load_bfloat16 = _load_intrinsic(
     INT16, 2, types.float32, lambda b, value: b.bitcast(b.shl(b.zext(value, INT32), integer_constant(16, INT32)), FLOAT)
 )
+"""``load_bfloat16(address, index) -> float32``"""
 
 
 def _store_intrinsic(size: int, kind: Any, convert: Callable[[Builder, Value], Value] = lambda b, value: value) -> Any:
@@ -282,14 +282,14 @@ def _store_intrinsic(size: int, kind: Any, convert: Callable[[Builder, Value], V
     return intrinsic(store_element)
 
 
-#: ``store_int64(address, index, value)``
 store_int64 = _store_intrinsic(8, types.int64)
-#: ``store_int32(address, index, int64)``: the lower half.
+"""``store_int64(address, index, value)``"""
 store_int32 = _store_intrinsic(4, types.int64, lambda b, value: b.trunc(value, INT32))
-#: ``store_int8(address, index, int64)``: the lowest byte.
+"""``store_int32(address, index, int64)``: the lower half."""
 store_int8 = _store_intrinsic(1, types.int64, lambda b, value: b.trunc(value, INT8))
-#: ``store_float32(address, index, value)``
+"""``store_int8(address, index, int64)``: the lowest byte."""
 store_float32 = _store_intrinsic(4, types.float32)
+"""``store_float32(address, index, value)``"""
 
 
 @intrinsic

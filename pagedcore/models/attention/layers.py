@@ -18,11 +18,11 @@ from pagedcore.errors import ModelNotSupported
 
 QueryTuning = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-#: Arguments that are understood, or that say nothing about the result of an attention call without dropout and mask.
 _KNOWN_ARGUMENTS: Final = frozenset({
     "scaling", "sliding_window", "softcap", "s_aux", "dropout", "position_ids", "is_causal", "use_cache",
     "cache_position", "output_attentions", "output_hidden_states", "return_dict", "logits_to_keep",
 })
+"""Arguments that are understood, or that say nothing about the result of an attention call without dropout and mask."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,8 @@ from pagedcore.models.linears.schemes import SCHEMES, quantize_per_output
 from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredMatrices, StoredWeight
 
 NAME: Final = "auto-int8"
-#: Largest error of a product, relative to its float32 result: the demo model's are 0.95 to 2.1 %.
 _MOST_ERROR: Final = 0.03
+"""Largest error of a product, relative to its float32 result: the demo model's are 0.95 to 2.1 %."""
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ from pagedcore.models.checkpoints.packed_integers import num_words, unpack
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredWeight, refusal
 
-#: The place in a word of outputs 0 to 7.
 _PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""The place in a word of outputs 0 to 7."""
 _BITS: Final = 4
 
 

@@ -28,13 +28,13 @@ from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredWeight, refusal
 from pagedcore_kernels.cpu.matmul.grouped_tiles import CODEBOOKS
 
-#: Number formats that a file may say 4 bits are: bytes and name, by the name in the configuration.
 _STORAGE: Final = {"uint8": (1, "U8"), "int8": (1, "I8"), "float16": (2, "F16"), "bfloat16": (2, "BF16"),
                    "float32": (4, "F32")}  # fmt: skip
-#: Most bytes of the JSON of a layer; the library writes about 200.
+"""Number formats that a file may say 4 bits are: bytes and name, by the name in the configuration."""
 _MOST_STATE: Final = 4096
-#: Most values that share a scale; the library's largest block has 4096.
+"""Most bytes of the JSON of a layer; the library writes about 200."""
 _MOST_BLOCK: Final = 2**16
+"""Most values that share a scale; the library's largest block has 4096."""
 
 
 @dataclass(frozen=True, slots=True)

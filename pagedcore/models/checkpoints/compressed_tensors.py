@@ -22,11 +22,11 @@ from pagedcore.models.checkpoints.packed_integers import num_words, unpack
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredWeight, refusal
 
-#: How a scheme of weights or activations is written, with what a missing field means.
 _FIELDS: Final[Mapping[str, Any]] = {
     "num_bits": 8, "type": "int", "symmetric": True, "strategy": None, "group_size": None, "dynamic": False,
     "block_structure": None,
 }
+"""How a scheme of weights or activations is written, with what a missing field means."""
 _ROWS: Final = {**_FIELDS, "strategy": "token", "dynamic": True}
 _INT_QUANTIZED: Final = "int-quantized"
 
@@ -110,8 +110,8 @@ class CompressedTensors:
                             has_zeros=zeros is not None)
 
 
-#: What layers of one checkpoint may follow side by side: whether a layer has "weight_packed" tells them apart.
 _MIXED: Final = {CompressedTensors(scheme, 8, True, frozenset({None})) for scheme in ("w8a8", "w8a16")}
+"""What layers of one checkpoint may follow side by side: whether a layer has "weight_packed" tells them apart."""
 
 
 def _scheme(scheme: Mapping[str, Any], default_format: Any) -> CompressedTensors:

@@ -28,14 +28,14 @@ _SIZES: Final = {
     "attention.head_count": "num_attention_heads", "context_length": "max_position_embeddings",
 }
 _EPSILON: Final = "attention.layer_norm_rms_epsilon"
-#: What is read besides, or says nothing that the rest does not.
 _OTHERS: Final = frozenset({
     "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
     "rope.freq_base", "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.type", "tensor_data_layout",
     "vocab_size",
 })
-#: What must be 0.
+"""What is read besides, or says nothing that the rest does not."""
 _OFF: Final = frozenset({"attention.sliding_window", "expert_count", "expert_used_count"})
+"""What must be 0."""
 _NAMES: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _LAYER_NAMES: Final = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -48,8 +48,8 @@ _IS_ROTATED: Final = re.compile(r"\.[qk]_proj\.")
 _FACTORS: Final = "rope_freqs.weight"
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _ENDS: Final = ("eos", "eot", "eom")
-#: Numbers that are decoded at once.
 _AT_ONCE: Final = 1 << 20
+"""Numbers that are decoded at once."""
 
 
 class GGUF:

@@ -20,10 +20,10 @@ Blocks = torch.Tensor
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Integers [..., numbers], scales [..., groups], and what is subtracted from their product, as in
 ``QuantizedWeight.zeros``."""
-#: Numbers that are decoded at a time, so that a matrix takes little memory besides its integers.
 _AT_ONCE: Final = 2**22
-#: Numbers of a block whose scale is one of its own; larger blocks have scales of two levels.
+"""Numbers that are decoded at a time, so that a matrix takes little memory besides its integers."""
 _ONE_LEVEL: Final = 32
+"""Numbers of a block whose scale is one of its own; larger blocks have scales of two levels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,6 @@ def _q6_k(blocks: Blocks) -> _Parts:
     return (low | high << 4).view(torch.int8) - 32, _halves(blocks, 208).float() * scales, None
 
 
-#: By number.
 TYPES: Final = {
     0: BlockType("f32", 1, 4, torch.float32), 1: BlockType("f16", 1, 2, torch.float16),
     30: BlockType("bf16", 1, 2, torch.bfloat16),
@@ -153,9 +152,10 @@ TYPES: Final = {
     13: BlockType("q5_k", 256, 176, None, 8, 8, True, _q5_k),
     14: BlockType("q6_k", 256, 210, num_groups=16, decode=_q6_k),
 }
-#: Types that there are and that cannot be computed here.
+"""By number."""
 OTHER_TYPES: Final = {
     9: "q8_1", 10: "q2_k", 11: "q3_k", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s",
     20: "iq4_nl", 21: "iq3_s", 22: "iq2_s", 23: "iq4_xs", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64",
     29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4", 40: "nvfp4", 41: "q1_0",
 }
+"""Types that there are and that cannot be computed here."""

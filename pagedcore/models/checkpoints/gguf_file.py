@@ -21,11 +21,11 @@ from pagedcore.models.checkpoints.gguf_blocks import OTHER_TYPES, TYPES, BlockTy
 from pagedcore.models.linears.stored_weight import refusal
 
 _MAGIC: Final = b"GGUF"
-#: Types of metadata: ``struct``'s letter, or what is read piece by piece.
 _NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Types of metadata: ``struct``'s letter, or what is read piece by piece."""
 _STRING, _ARRAY = 8, 9
-#: Most metadata and tensors of a file, elements of all its arrays, and dimensions of a tensor.
 _MOST_ENTRIES, _MOST_ELEMENTS, _MOST_DIMENSIONS = 2**16, 2**22, 4
+"""Most metadata and tensors of a file, elements of all its arrays, and dimensions of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)

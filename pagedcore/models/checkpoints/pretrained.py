@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pagedcore")
 _PART: Final = r"""[^\s'"<>|;/]"""
 _WORD: Final = r"""[^\s'"<>|;/:,]"""
-#: An address, which is kept, or a path, which is not: between quotes, or as far as blanks leave no doubt, which are a
-#: part of it where a further slash comes after a few words.
 _PATH: Final = re.compile(rf"""\bhttps?://[\w.\-/]+|(?<=')/[^'\n]*(?=')|(?<=")/[^"\n]*(?=")
     |(?<![\w.])[.~]{{0,2}}/(?:{_PART}|/)+(?:(?<![.,:])(?:[ ]{_WORD}+){{1,4}}/(?:{_PART}|/)*)*(?<![.,:)])""", re.VERBOSE)
+"""An address, which is kept, or a path, which is not: between quotes, or as far as blanks leave no doubt, which are a
+part of it where a further slash comes after a few words."""
 _LONGEST_MESSAGE: Final = 2000
 
 

@@ -21,10 +21,10 @@ from pagedcore.models.linears.packed_experts import apply_gate, matrices_of_expe
 from pagedcore.models.linears.packed_linear import matrix_of
 
 NUM_ROWS: Final = 32
-#: Weights that are looked at together, so that choosing takes 48 MiB besides a matrix.
 AT_ONCE: Final = 2**22
-#: Norms of GPT-2 by the ends of the names of layers that read them.
+"""Weights that are looked at together, so that choosing takes 48 MiB besides a matrix."""
 _LAYER_NORMS: Final = {"attn.c_attn": "ln_1", "mlp.c_fc": "ln_2", "lm_head": "transformer.ln_f"}
+"""Norms of GPT-2 by the ends of the names of layers that read them."""
 
 Read = Callable[[str], torch.Tensor]
 """``name -> tensor``: a parameter, a linear layer's weight as [out, in]; "experts.down_proj.3": one expert's."""

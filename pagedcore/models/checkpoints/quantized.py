@@ -60,10 +60,10 @@ _FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], StoredFormat]]] = {
 }
 
 
-#: Files of earlier versions of AutoGPTQ and AutoAWQ, which say what later ones write in ``config.json``.
 _FILES_BESIDE: Final[Mapping[str, str]] = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-#: Fields of bitsandbytes, whose name was not written when it was the only format.
+"""Files of earlier versions of AutoGPTQ and AutoAWQ, which say what later ones write in ``config.json``."""
 _FIRST_FIELDS: Final = ("load_in_8bit", "load_in_4bit")
+"""Fields of bitsandbytes, whose name was not written when it was the only format."""
 
 
 def stored_format(source: str) -> StoredFormat | None:

@@ -108,7 +108,6 @@ _EXPERTS: Final[Mapping[str, _Check]] = {
     "num_experts_per_tok": _is_size, "output_router_logits": _is_off,
     "router_aux_loss_coef": _is_anything,
 }
-#: By architecture: its class, and the fields that only it has.
 _FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, _Check]]]] = {
     "llama": ("LlamaForCausalLM", {
         "attention_bias": _is_flag, "head_dim": _is_anything, "mlp_bias": _is_flag,
@@ -151,7 +150,7 @@ _FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, _Check]]]] = {
     "gemma2": ("Gemma2ForCausalLM", _GEMMA),
     "gemma3_text": ("Gemma3ForCausalLM", {**_GEMMA, "_sliding_window_pattern": _is_anything}),
 }
-#: What the fields of all architectures must be, ``None`` if they are not there.
+"""By architecture: its class, and the fields that only it has."""
 _FIELDS: Final[Mapping[str, _Check]] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
                      "num_hidden_layers", "num_key_value_heads", "vocab_size"), _is_size),
@@ -161,19 +160,20 @@ _FIELDS: Final[Mapping[str, _Check]] = {
                      "use_cache"), _is_anything),
     "hidden_act": lambda value: value == "silu", "rms_norm_eps": _is_positive, "tie_word_embeddings": _is_flag,
 }
-#: What is read here or by a backend, beside an architecture's own fields.
+"""What the fields of all architectures must be, ``None`` if they are not there."""
 _KEPT: Final = (
     "attention_bias", "bos_token_id", "eos_token_id", "hidden_act", "hidden_size", "intermediate_size",
     "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads", "num_hidden_layers",
     "num_key_value_heads", "pad_token_id", "rms_norm_eps", "tie_word_embeddings", "vocab_size",
 )
-#: Parameters of each type of rotary embedding.
+"""What is read here or by a backend, beside an architecture's own fields."""
 _ROPE: Final = {
     "default": {"rope_type", "rope_theta"},
     "linear": {"rope_type", "rope_theta", "factor"},
     "llama3": {"rope_type", "rope_theta", "factor", "high_freq_factor", "low_freq_factor",
                "original_max_position_embeddings"},
 }
+"""Parameters of each type of rotary embedding."""
 
 
 def read_model(directory: Path, dtype: torch.dtype) -> ForCausalLM:

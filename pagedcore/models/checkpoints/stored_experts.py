@@ -18,8 +18,8 @@ from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.stored_weight import StoredMatrices, StoredWeight, joined, refusal
 
 Shape = tuple[int, int]
-#: What files hold of each of the two parameters.
 PARTS: Final[Mapping[str, tuple[str, ...]]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""What files hold of each of the two parameters."""
 
 
 def replace_experts(

@@ -17,8 +17,8 @@ from pagedcore.errors import ModelNotSupported
 
 _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
-#: What a file of weights may be called: no directory, no link upward, nothing that a shell or the hub would expand.
 _NAME: Final = re.compile(r"[\w-][\w.+ -]{0,199}\.safetensors")
+"""What a file of weights may be called: no directory, no link upward, nothing that a shell or the hub would expand."""
 _PICKLES: Final = frozenset((".bin", ".ckpt", ".pkl", ".pt", ".pth"))
 
 

@@ -24,21 +24,21 @@ from pagedcore.models.linears.stored_weight import StoredWeight, can_join
 from pagedcore.protocols import LinearFactory
 from pagedcore_kernels.cpu.layers.elementwise import can_compute
 
-#: Modules by path: the end of the name of one of transformers' classes, which begins with the architecture's, or the
-#: class itself. The class of an activation depends on the configuration.
 _MODEL: Final[Mapping[str, str | type[nn.Module]]] = {
     "": "ForCausalLM", "model": "Model", "model.embed_tokens": nn.Embedding, "model.layers": nn.ModuleList,
     "model.norm": "RMSNorm", "model.rotary_emb": "RotaryEmbedding", "lm_head": nn.Linear,
 }
+"""Modules by path: the end of the name of one of transformers' classes, which begins with the architecture's, or the
+class itself. The class of an activation depends on the configuration."""
 _EXPERTS: Final[Mapping[str, str | type[nn.Module]]] = {
     ".mlp": "SparseMoeBlock", ".mlp.gate": "TopKRouter", ".mlp.experts": "Experts", ".mlp.experts.act_fn": nn.Module,
 }
-#: Activation by configuration value: the kernels' name and the class of the module.
 _ACTIVATIONS: Final = {
     "silu": ("silu", ("SiLUActivation", "SiLU")),
     "swish": ("silu", ("SiLUActivation", "SiLU")),
     "gelu_pytorch_tanh": ("gelu_tanh", ("GELUTanh",)),
 }
+"""Activation by configuration value: the kernels' name and the class of the module."""
 
 
 class NotFused(Exception):

@@ -67,8 +67,9 @@ class GreedyDecoder(Protocol):
         ...
 
 
-#: Takes a model whose attention was redirected, its layers by number, and what to call with weights no longer needed.
 DecoderFactory = Callable[[Any, Mapping[int, AttentionLayer], OnUnused], Decoder]
+"""Takes a model whose attention was redirected, its layers by number, and what to call with weights no longer needed.
+"""
 
 
 class PlainDecoder(Decoder):

@@ -18,8 +18,8 @@ from pagedcore.protocols import RecordableAttention
 from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, StepShape
 from pagedcore_kernels.cpu.runtime.workspace import Workspace
 
-#: Most rows of a step that is computed in the workspace, whose memory stays, and most rows of logits there.
 MOST_ROWS: Final = 1024
+"""Most rows of a step that is computed in the workspace, whose memory stays, and most rows of logits there."""
 MOST_LOGITS: Final = 128
 
 

@@ -221,8 +221,8 @@ class Model(nn.Module):
         return output
 
 
-#: What transformers calls it where a model of images has the plain name.
 TextModel = Model
+"""What transformers calls it where a model of images has the plain name."""
 
 
 class ForCausalLM(nn.Module):

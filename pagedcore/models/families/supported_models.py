@@ -57,8 +57,8 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
     _BYTES: ("blt",),
 }
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
-#: "attention" is how configurations from before the other names say "full_attention".
 _LAYER_TYPES: Final = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
+""""attention" is how configurations from before the other names say "full_attention"."""
 _OTHER_INPUTS: Final = ("vision_config", "audio_config", "text_config", "speech_config", "image_config")
 
 

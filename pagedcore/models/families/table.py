@@ -45,10 +45,9 @@ class Family:
     """Modules by path whose classes are not called as Llama's: ends of the names."""
 
 
-#: What Mixtral's files call what others call like its modules.
 _MIXTRAL: Final = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+"""What Mixtral's files call what others call like its modules."""
 _GEMMA: Final = {"model.embed_tokens": "TextScaledWordEmbedding"}
-#: By ``model_type``.
 FAMILIES: Final[Mapping[str, Family]] = {
     "llama": Family(classes="Llama"),
     "mistral": Family(classes="Mistral"),
@@ -68,6 +67,7 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "qwen3_moe": Family(classes="Qwen3Moe", has_head_norms=True, has_experts=True),
     "olmoe": Family(classes="Olmoe", has_head_norms=True, has_experts=True),
 }
+"""By ``model_type``."""
 
 
 def module_name(name: str) -> str:

@@ -15,8 +15,8 @@ from pagedcore.models.linears.int8_table import Int8Table
 from pagedcore.models.linears.schemes import QuantizedLinears, quantize_per_output
 from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredWeight, refusal
 
-#: A field of ``config.json``, with ``OWN_TABLE`` or ``OF_HEAD``; without it an embedding is what the file holds.
 FIELD: Final = "embedding_quantization"
+"""A field of ``config.json``, with ``OWN_TABLE`` or ``OF_HEAD``; without it an embedding is what the file holds."""
 OWN_TABLE: Final = "int8"
 OF_HEAD: Final = "lm_head"
 

@@ -26,16 +26,16 @@ from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages
 OnUnused = Callable[[torch.Tensor], None]
 """Called with a weight that was packed and that no module needs any more."""
 
-#: Rows per product that is checked: the smallest, odd ones, and both sides of the sizes at which libraries change their
-#: blocking.
 _NUM_ROWS: Final = (2, 3, 8, 17, 33, 64, 256, 512)
-#: Wider layers are output layers: they see one row per sequence, never a whole prompt.
+"""Rows per product that is checked: the smallest, odd ones, and both sides of the sizes at which libraries change their
+blocking."""
 _WIDE: Final = 32768
+"""Wider layers are output layers: they see one row per sequence, never a whole prompt."""
 _NUM_ROWS_WIDE: Final = (2, 3, 8, 17, 33, 64)
-#: Most elements that a loop of torch takes at a time with vectors.
 VECTOR: Final = 64
-#: Rows and most outputs that ``require_right`` computes again.
+"""Most elements that a loop of torch takes at a time with vectors."""
 _NUM_CHECKED_ROWS: Final = 5
+"""Rows and most outputs that ``require_right`` computes again."""
 _NUM_CHECKED_OUTPUTS: Final = 256
 
 
@@ -116,11 +116,11 @@ class PackedLinear(nn.Module):
         parts = [part.detach() for part in (weight if isinstance(weight, Sequence) else [weight])]
         self.out_features, self.in_features = sum(part.shape[0] for part in parts), parts[0].shape[1]
         bias = None if bias is None else bias.detach()
-        #: What computes; may be called directly with two rows or more, [M, in] and contiguous.
         self.multiply: Matmul = (
             factory.join(parts, bias) if isinstance(factory, _Fastest)
             else factory(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
         )  # fmt: skip
+        """What computes; may be called directly with two rows or more, [M, in] and contiguous."""
 
     @property
     def weight(self) -> torch.Tensor:

@@ -18,10 +18,10 @@ from pagedcore_kernels.cpu.matmul import packed_grouped, packed_int8
 from pagedcore_kernels.cpu.matmul.grouped_tiles import CODEBOOKS
 from pagedcore_kernels.cpu.matmul.quantize_weights import quantize_groups
 
-#: Inputs of a group with a scale of its own, in int4: the first of these that divides a layer's.
 _GROUP_SIZES: Final = (128, 64, 32, *range(120, 8, -8))
-#: Numbers of other formats that are converted to float32 at a time, which takes 16 MiB.
+"""Inputs of a group with a scale of its own, in int4: the first of these that divides a layer's."""
 _AT_ONCE: Final = 2**22
+"""Numbers of other formats that are converted to float32 at a time, which takes 16 MiB."""
 
 
 @dataclass(frozen=True, slots=True)

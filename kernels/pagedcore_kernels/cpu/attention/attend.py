@@ -61,8 +61,8 @@ from pagedcore_kernels.cpu.simd import (
 )
 from pagedcore_kernels.layout import SCALE_BYTES, int8_head_bytes
 
-#: Words of the parameter block, in the order ``ParameterBlock.fill`` takes them.
 COUNTER = ParameterBlock.COUNTER
+"""Words of the parameter block, in the order ``ParameterBlock.fill`` takes them."""
 (
     QUERY,
     QUERY_TOKEN_BYTES,

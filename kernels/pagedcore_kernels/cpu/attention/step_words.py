@@ -13,8 +13,8 @@ import numpy.typing as npt
 from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
 from pagedcore_kernels.step_plan import StepPlan
 
-#: Columns of block tables are copied by so many, so that a longer context seldom changes their width.
 _COLUMNS: Final = 8
+"""Columns of block tables are copied by so many, so that a longer context seldom changes their width."""
 
 Words = tuple[int, ...]
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pagedcore_kernels.cpu.features import has_wide_vectors
 from pagedcore_kernels.cpu.simd import LANES
 
-#: Positions per online-softmax step: long enough to amortise it, short enough for scores to stay in L1.
 TILE = 256
-#: Rows of a work item: few enough for their scores and outputs to stay in L1.
+"""Positions per online-softmax step: long enough to amortise it, short enough for scores to stay in L1."""
 _ROWS = 16
+"""Rows of a work item: few enough for their scores and outputs to stay in L1."""
 
 
 def accumulator_budget() -> int:

@@ -40,8 +40,8 @@ from pagedcore_kernels.cpu.simd import (
 )
 from pagedcore_kernels.layout import SCALE_BYTES, int8_head_bytes
 
-#: Words of the parameter block, in the order ``ParameterBlock.fill`` takes them.
 COUNTER = ParameterBlock.COUNTER
+"""Words of the parameter block, in the order ``ParameterBlock.fill`` takes them."""
 (
     KEY,
     KEY_TOKEN_BYTES,

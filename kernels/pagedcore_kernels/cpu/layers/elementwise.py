@@ -26,17 +26,17 @@ from pagedcore_kernels.errors import InternalError
 if TYPE_CHECKING:
     from pagedcore_kernels.layout import KVLayout
 
-#: Activations of ``GatedActivation``, by the names of ``torch.nn.functional``.
 ACTIVATIONS = {"silu": hidden_rows.SILU, "gelu_tanh": hidden_rows.GELU_TANH}
+"""Activations of ``GatedActivation``, by the names of ``torch.nn.functional``."""
 
-#: Fewest lanes for which vectors are worth their while; sizes must be multiples of it.
 SMALLEST_VECTOR = 4
+"""Fewest lanes for which vectors are worth their while; sizes must be multiples of it."""
 _MOST_ROWS_AT_ONCE = 32
 _ROUNDS_OF_WORK = 8
-#: Logits that a thread claims together.
 _CAPPED_AT_ONCE = 8192
-#: Up to so many bytes of rows one thread is done before they have reached the cache of a second one.
+"""Logits that a thread claims together."""
 _BYTES_OF_ONE_THREAD = 2**15
+"""Up to so many bytes of rows one thread is done before they have reached the cache of a second one."""
 
 
 def can_compute(

@@ -20,11 +20,11 @@ from numba.extending import intrinsic
 from pagedcore_kernels.cpu import simd
 from pagedcore_kernels.cpu.simd import Builder, Typing, Value
 
-#: Activations that ``gated_activation`` knows.
 SILU, GELU_TANH = 0, 1
+"""Activations that ``gated_activation`` knows."""
 
-#: exp(x) overflows float32 above 88; 2**127 is the last power that ``simd.exp2`` returns.
 _LARGEST_POWER = 127.0
+"""exp(x) overflows float32 above 88; 2**127 is the last power that ``simd.exp2`` returns."""
 
 
 def _rounded(b: Builder, value: Value, is_bf16: int) -> Value:

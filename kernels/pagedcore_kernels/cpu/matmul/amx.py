@@ -36,23 +36,24 @@ from pagedcore_kernels.cpu.matmul.tiles import (
 )
 from pagedcore_kernels.cpu.simd import Builder, Typing, Value, int64, pointer, prefetch_line, store_int64
 
-#: Most rows of a block: two tiles of them, so that each tile of weights that is loaded meets two.
 BLOCK_ROWS = 32
-#: Steps that one instruction takes.
+"""Most rows of a block: two tiles of them, so that each tile of weights that is loaded meets two."""
 TILE_STEPS = 16
-#: Words of memory that a configuration takes.
+"""Steps that one instruction takes."""
 CONFIGURATION_WORDS = 8
+"""Words of memory that a configuration takes."""
 
 _TILE_ROWS = 16
-#: Bytes of a row of every tile, be it inputs, weights or sums: a cache line.
 _LINE = 64
-#: Registers; the first ones hold sums, the next ones tiles of rows, and those that are left tiles of weights.
+"""Bytes of a row of every tile, be it inputs, weights or sums: a cache line."""
 _REGISTERS, _SUMS = 8, 4
+"""Registers; the first ones hold sums, the next ones tiles of rows, and those that are left tiles of weights."""
 _BYTE = ir.IntType(8)
-#: The system call of Linux by which a process asks for a part of the processor's state, and the tiles among its parts.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILES = 158, 0x1023, 18
-#: By form: the instruction set, and its instruction, which takes the tiles of sums, of rows and of weights.
+"""The system call of Linux by which a process asks for a part of the processor's state, and the tiles among its parts.
+"""
 _INSTRUCTIONS = {MATRIX_UNITS: ("amx-bf16", "tdpbf16ps"), BYTE_MATRIX_UNITS: ("amx-int8", "tdpbusd")}
+"""By form: the instruction set, and its instruction, which takes the tiles of sums, of rows and of weights."""
 
 
 def may_use_tiles(form: int) -> bool:

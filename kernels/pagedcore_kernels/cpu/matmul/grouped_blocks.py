@@ -39,8 +39,8 @@ from pagedcore_kernels.cpu.simd import (
     store,
 )
 
-#: Vectors that are unpacked at a time, and pairs of inputs of a unit.
 _UNPACKED_AT_ONCE, _PAIRS_OF_UNIT = 4, UNIT // 2
+"""Vectors that are unpacked at a time, and pairs of inputs of a unit."""
 _VECTORS = PANEL // LANES
 _WHOLE = ir.VectorType(INT32, LANES)
 _LINE = 64

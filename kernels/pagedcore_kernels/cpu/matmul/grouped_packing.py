@@ -17,8 +17,8 @@ from pagedcore_kernels.cpu.runtime.huge_pages import empty_in_huge_pages
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import address_of, claim, load_int8, load_int64, store_int8, store_int32
 
-#: Units that are moved at a time: four cache lines of an output's values.
 _UNITS_AT_ONCE = 32
+"""Units that are moved at a time: four cache lines of an output's values."""
 
 
 def grouped_panels_of(

@@ -56,25 +56,25 @@ from pagedcore_kernels.cpu.simd import (
     store,
 )
 
-#: Inputs of a unit of packed weights.
 UNIT = 8
-#: Most steps of a chunk. Part of the order of additions: another number gives other bits.
+"""Inputs of a unit of packed weights."""
 CHUNK_STEPS = 64
-#: What 4 bits stand for, other than whole numbers: the number of each of the sixteen, from 0b0000 on.
+"""Most steps of a chunk. Part of the order of additions: another number gives other bits."""
 CODEBOOKS: dict[str, tuple[float, ...]] = {
     "nf4": (-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
             -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
             0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     "fp4": tuple(sign * number / 12 for sign in (1, -1) for number in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
 }  # fmt: skip
-#: What packed values stand for, as a literal of the functions below: themselves; themselves less the zero point of
-#: their group; themselves, counted from 0, with a least weight; and, from the next number on, numbers of a codebook.
+"""What 4 bits stand for, other than whole numbers: the number of each of the sixteen, from 0b0000 on."""
 WHOLE, WITH_ZEROS, WITH_LEAST = 0, 1, 2
+"""What packed values stand for, as a literal of the functions below: themselves; themselves less the zero point of
+their group; themselves, counted from 0, with a least weight; and, from the next number on, numbers of a codebook."""
 KIND_OF_CODEBOOK = {name: number for number, name in enumerate(CODEBOOKS, 3)}
-#: How a tile finds its weights: packed; packed, and it leaves them in a buffer, unpacked; in that buffer.
 PACKED, KEPT, UNPACKED = 0, 1, 2
-#: Bytes of the buffer: weights of a chunk, then the group's scales and least weights in float32.
+"""How a tile finds its weights: packed; packed, and it leaves them in a buffer, unpacked; in that buffer."""
 BUFFER_WEIGHTS = CHUNK_STEPS * STEP_BYTES
+"""Bytes of the buffer: weights of a chunk, then the group's scales and least weights in float32."""
 BUFFER_BYTES = BUFFER_WEIGHTS + 2 * 4 * PANEL
 
 _VECTORS = PANEL // LANES
@@ -83,10 +83,10 @@ _WORDS = ir.VectorType(INT16, 2 * LANES)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
 _LINE = 64
-#: What numbers of 4 and of 5 bits are in two's complement.
 _SIGNED = {bits: [*range(2 ** (bits - 1)), *range(-(2 ** (bits - 1)), 0)] for bits in (4, 5)}
-#: A pair of bfloat16 that are 1.
+"""What numbers of 4 and of 5 bits are in two's complement."""
 ONES = 0x3F803F80
+"""A pair of bfloat16 that are 1."""
 
 
 def unit_bytes(bits: int) -> int:

@@ -46,10 +46,10 @@ from pagedcore_kernels.cpu.simd import (
 
 _VECTORS = PANEL // LANES
 _INFINITY = float("inf")
-#: Of a panel that holds NaN: above every number.
 _NOT_A_NUMBER = 2**63 - 1
-#: The lower half of a candidate.
+"""Of a panel that holds NaN: above every number."""
 _LOWER = 2**32 - 1
+"""The lower half of a candidate."""
 
 
 def _upper_of(number: float) -> int:

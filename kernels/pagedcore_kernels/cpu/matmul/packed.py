@@ -55,27 +55,27 @@ from pagedcore_kernels.cpu.simd import address_of, claim, drain_streams, load_in
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RowRoom
 
-#: Steps whose products are summed up from nothing before they are added to those of earlier ones. Part of the order of
-#: additions: another number gives other bits.
 CHUNK_STEPS = 256
-#: Steps of a chunk that are multiplied at once, part of no order: 32 KiB of a panel stay in the first cache level while
-#: all rows of a group pass.
+"""Steps whose products are summed up from nothing before they are added to those of earlier ones. Part of the order of
+additions: another number gives other bits."""
 _SLICE_STEPS = 128
-#: The same with matrix units, whose sums go on from where they were, chunks or not: 28 KiB of a panel stay in the first
-#: cache level until several blocks of rows have passed; a single block asks for memory further ahead.
+"""Steps of a chunk that are multiplied at once, part of no order: 32 KiB of a panel stay in the first cache level while
+all rows of a group pass."""
 MATRIX_UNIT_CHUNK_STEPS, _SINGLE_BLOCK_CHUNK_STEPS = 7 * TILE_STEPS, 28 * TILE_STEPS
-#: Rows that pass while a slice stays, whose sums take 16 KiB; with matrix units, which are faster than a second cache
-#: level brings weights, 128 KiB.
+"""The same with matrix units, whose sums go on from where they were, chunks or not: 28 KiB of a panel stay in the first
+cache level until several blocks of rows have passed; a single block asks for memory further ahead."""
 _GROUP_ROWS, _MATRIX_UNIT_GROUP_ROWS = 64, 512
-#: Vectors of sums in registers at once: with 32 registers of 512 bits, and with 16 of 256, two of which make a vector.
-#: Widening takes registers of its own.
+"""Rows that pass while a slice stays, whose sums take 16 KiB; with matrix units, which are faster than a second cache
+level brings weights, 128 KiB."""
 _WIDE_SUMS, _WIDE_SUMS_OF_WIDENED, _NARROW_SUMS = 24, 16, 4
-#: Fewest rows whose outputs are streamed, if any: those of few rows are few, and in a cache when they are read.
+"""Vectors of sums in registers at once: with 32 registers of 512 bits, and with 16 of 256, two of which make a vector.
+Widening takes registers of its own."""
 _FEWEST_STREAMED_ROWS = 8
-#: Fewest rows of a work item, where a panel is cut into several.
+"""Fewest rows whose outputs are streamed, if any: those of few rows are few, and in a cache when they are read."""
 _SHARE_ROWS = 64
-#: Words of the parameter block: the number of rows, and the first of the two of ``work_items``.
+"""Fewest rows of a work item, where a panel is cut into several."""
 SIZE_WORDS = 5, 9
+"""Words of the parameter block: the number of rows, and the first of the two of ``work_items``."""
 
 
 def form_of_product(dtype: torch.dtype, num_inputs: int) -> int | None:

@@ -52,19 +52,19 @@ from pagedcore_kernels.cpu.simd import LANES, address_of, claim, drain_streams, 
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RowRoom
 
-#: Rows that share a chunk of unpacked weights, whose sums take 16 KiB.
 _GROUP_ROWS = 64
-#: Fewest rows of a work item, where a panel is cut into several; that of ``work_items``.
+"""Rows that share a chunk of unpacked weights, whose sums take 16 KiB."""
 _SHARE_ROWS = 64
+"""Fewest rows of a work item, where a panel is cut into several; that of ``work_items``."""
 _WIDE_SUMS, _NARROW_SUMS = 16, 4
-#: How far ahead of its use memory is asked for.
 _AHEAD_BYTES = 8192
-#: Inputs that an instruction of matrix units takes.
+"""How far ahead of its use memory is asked for."""
 _TILE_INPUTS = 2 * TILE_STEPS
-#: Words of the parameter block: the number of rows, and the first of the two of ``work_items``.
+"""Inputs that an instruction of matrix units takes."""
 _SIZE_WORDS = 5, 10
-#: Least and largest value, by bits; zero points may be one more than a value of 4 bits.
+"""Words of the parameter block: the number of rows, and the first of the two of ``work_items``."""
 _RANGES = {4: (-8, 7, 8), 8: (-128, 127, 127)}
+"""Least and largest value, by bits; zero points may be one more than a value of 4 bits."""
 
 
 def form_of_grouped_product(dtype: torch.dtype, group_inputs: int = 0) -> int | None:

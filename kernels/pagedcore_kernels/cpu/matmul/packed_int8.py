@@ -28,15 +28,16 @@ from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RowRoom
 
-#: Most inputs of a product: 128 * 127 times as many is below 2**31, and so is 128 * 255 with rows as uint8.
 MOST_INPUTS = 2**16
-#: Fewest rows that matrix units multiply: at 8 they took 0.94 of the time of vectors, at 16 0.79, at 6 1.12 (a Xeon).
+"""Most inputs of a product: 128 * 127 times as many is below 2**31, and so is 128 * 255 with rows as uint8."""
 FEWEST_TILE_ROWS = 8
-#: More rows than any product has: vectors multiply all.
+"""Fewest rows that matrix units multiply: at 8 they took 0.94 of the time of vectors, at 16 0.79, at 6 1.12 (a Xeon).
+"""
 NEVER = sys.maxsize
-#: What the two kernels are compared by: outputs, inputs, and numbers of rows. One panel and several, fewer steps than a
-#: tile, several chunks and a rest; one tile of rows and two, blocks that overlap, more than one group.
+"""More rows than any product has: vectors multiply all."""
 _COMPARED = ((64, 48, (1, 8, 17)), (130, 2000, (1, 8, 9, 16, 17, 32, 33, 70, 600)))
+"""What the two kernels are compared by: outputs, inputs, and numbers of rows. One panel and several, fewer steps than a
+tile, several chunks and a rest; one tile of rows and two, blocks that overlap, more than one group."""
 
 _log = logging.getLogger("pagedcore")
 

@@ -25,12 +25,12 @@ from pagedcore_kernels.cpu.simd import (
     store_int64,
 )
 
-#: Bytes of a row's inputs in a step.
 INPUT_BYTES = 4
-#: Steps that are moved at a time: four cache lines of a row, and 16 KiB of a panel.
+"""Bytes of a row's inputs in a step."""
 _STEPS_AT_ONCE = 64
-#: Bytes that a thread writes at a time at least: of a huge page that two threads touch first, the kernel clears two.
+"""Steps that are moved at a time: four cache lines of a row, and 16 KiB of a panel."""
 _ITEM_BYTES = 2**21
+"""Bytes that a thread writes at a time at least: of a huge page that two threads touch first, the kernel clears two."""
 
 
 def panels_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:

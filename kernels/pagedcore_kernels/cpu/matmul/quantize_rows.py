@@ -39,14 +39,14 @@ from pagedcore_kernels.cpu.simd import (
 )
 from pagedcore_kernels.interface import RowRoom
 
-#: Inputs of a row are a multiple of this.
 ROW_MULTIPLE = LANES
-#: Added to every value where the product takes the rows as uint8.
+"""Inputs of a row are a multiple of this."""
 UNSIGNED_OFFSET = 128
+"""Added to every value where the product takes the rows as uint8."""
 
 _LARGEST = 127.0
-#: A row whose magnitudes are below this is all zeros: the inverse of its scale would not be finite.
 _SMALLEST = 2.0**-100
+"""A row whose magnitudes are below this is all zeros: the inverse of its scale would not be finite."""
 _WHOLE = ir.VectorType(INT32, LANES)
 _BYTE_VECTOR = ir.VectorType(ir.IntType(8), LANES)
 _ROWS_AT_ONCE = 8

@@ -41,14 +41,14 @@ from pagedcore_kernels.cpu.simd import (
     store,
 )
 
-#: By bits, what a group's largest number is divided by: as a magnitude, or with its sign turned.
 _DIVISORS = {8: 127.0, 4: -8.0}
-#: Least and largest value, by bits.
+"""By bits, what a group's largest number is divided by: as a magnitude, or with its sign turned."""
 _RANGES = {8: (-127.0, 127.0), 4: (-8.0, 7.0)}
+"""Least and largest value, by bits."""
 _SIGN, _INFINITY = -(2**31), 0x7F800000
 _WHOLE = ir.VectorType(INT32, LANES)
-#: Numbers that a thread converts at a time at least.
 _AT_ONCE = 2**18
+"""Numbers that a thread converts at a time at least."""
 
 
 def quantize_groups(weight: torch.Tensor, num_groups: int, bits: int) -> tuple[torch.Tensor, torch.Tensor]:

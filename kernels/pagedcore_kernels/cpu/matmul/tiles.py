@@ -46,21 +46,21 @@ from pagedcore_kernels.cpu.simd import (
     to_bfloat16,
 )
 
-#: Outputs that one work item computes: four vectors, a whole number of cache lines of weights.
 PANEL = 64
-#: Most rows of a tile: four have enough sums to hide the latency of an addition; where registers hold the sums of six,
-#: the second cache level brings fewer bytes of weights for each operation.
+"""Outputs that one work item computes: four vectors, a whole number of cache lines of weights."""
 TILE_ROWS, LARGE_TILE_ROWS = 4, 6
-#: Bytes of a panel's weights for one step.
+"""Most rows of a tile: four have enough sums to hide the latency of an addition; where registers hold the sums of six,
+the second cache level brings fewer bytes of weights for each operation."""
 STEP_BYTES = 4 * PANEL
-#: How a step is multiplied: float32; pairs of bfloat16 in one instruction; such pairs widened.
+"""Bytes of a panel's weights for one step."""
 SINGLES, PAIRS, WIDENED_PAIRS = 0, 1, 2
-#: The same for int8: four of them in one instruction, which takes the row's as uint8; four widened to int16.
+"""How a step is multiplied: float32; pairs of bfloat16 in one instruction; such pairs widened."""
 BYTES, WIDENED_BYTES = 4, 5
-#: On matrix units, see ``amx.py``: pairs of bfloat16; four int8, the row's as uint8.
+"""The same for int8: four of them in one instruction, which takes the row's as uint8; four widened to int16."""
 MATRIX_UNITS, BYTE_MATRIX_UNITS = 3, 6
-#: Bytes of one row of a panel's sums.
+"""On matrix units, see ``amx.py``: pairs of bfloat16; four int8, the row's as uint8."""
 SUM_BYTES = 4 * PANEL
+"""Bytes of one row of a panel's sums."""
 
 _VECTORS = PANEL // LANES
 _WHOLE = ir.VectorType(INT32, LANES)

@@ -50,10 +50,10 @@ def _read_modify_write(operation: str) -> Callable[..., Any]:
     return read_modify_write
 
 
-#: ``add_shared(address, value) -> int64``: add; returns what was there before.
 add_shared = intrinsic(_read_modify_write("add"))
-#: ``and_shared(address, mask) -> int64``: keep the bits of the mask; returns what was there before.
+"""``add_shared(address, value) -> int64``: add; returns what was there before."""
 and_shared = intrinsic(_read_modify_write("and"))
+"""``and_shared(address, mask) -> int64``: keep the bits of the mask; returns what was there before."""
 
 
 @intrinsic

@@ -24,14 +24,15 @@ from pagedcore_kernels.cpu.runtime.compiled import CompiledEntry, compile_entry
 from pagedcore_kernels.cpu.runtime.openmp import is_forked, openmp_threads
 from pagedcore_kernels.cpu.simd import address_of, load_int64, store_int64
 
-#: ``FE_DFL_ENV`` of glibc on the processors below.
 DEFAULT: Final = -1
+"""``FE_DFL_ENV`` of glibc on the processors below."""
 _PROCESSORS: Final = "x86_64", "aarch64"
 # 64-bit words of a block: C functions by address, and where the states are. ``_SAVE`` is 0 on the way back.
 _SAVE, _SET, _THREAD_NUMBER, _STATES = range(4)
 _BLOCK_WORDS: Final = 4
-#: Words of a thread's state: a ``fenv_t``, which takes 32 bytes on x86 and 8 on ARM, and how deep the thread is inside.
 _STATE_WORDS: Final = 8
+"""Words of a thread's state: a ``fenv_t``, which takes 32 bytes on x86 and 8 on ARM, and how deep the thread is inside.
+"""
 _DEPTH: Final = _STATE_WORDS - 1
 
 
@@ -42,11 +43,11 @@ class _Ignored:
     from_param = staticmethod(callable)
 
 
-#: What a function takes that exchanges the state of the calling thread, or of torch's by libgomp.
 _OF_ONE: Final = (ctypes.c_void_p,)
+"""What a function takes that exchanges the state of the calling thread, or of torch's by libgomp."""
 _OF_ALL: Final = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-#: What a context is told at its end, besides.
 _ENDING: Final = (_Ignored,) * 3
+"""What a context is told at its end, besides."""
 
 
 def _find_libm() -> Any:

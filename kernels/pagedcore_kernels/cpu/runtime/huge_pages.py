@@ -19,10 +19,10 @@ import torch
 
 HUGE_PAGE: Final = 2**21
 """Bytes."""
-#: Bytes that are mapped for tensors at once; of the last huge page of them some stay unused.
 _MAPPED_AT_ONCE: Final = 32 * HUGE_PAGE
-#: Tensors begin at cache lines.
+"""Bytes that are mapped for tensors at once; of the last huge page of them some stay unused."""
 _ALIGNMENT: Final = 64
+"""Tensors begin at cache lines."""
 _MADV_HUGEPAGE: Final = 14
 _MADV_POPULATE_WRITE: Final = 23
 _MADV_COLLAPSE: Final = 25

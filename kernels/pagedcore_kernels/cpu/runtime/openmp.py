@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-#: ``omp_pause_soft`` of OpenMP 5.0, section 3.2.44.
 _OMP_PAUSE_SOFT = 1
+"""``omp_pause_soft`` of OpenMP 5.0, section 3.2.44."""
 
 
 class OpenMPThreads:

@@ -18,10 +18,10 @@ import numpy.typing as npt
 
 from pagedcore_kernels.cpu.runtime.threads import launch_all
 
-#: 64-bit words of a cache line.
 _LINE: Final = 8
-#: Threads of a call that may have all.
+"""64-bit words of a cache line."""
 _ALL: Final = 2**31
+"""Threads of a call that may have all."""
 
 Words = npt.NDArray[np.int64]
 

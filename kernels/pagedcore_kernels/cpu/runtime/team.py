@@ -32,17 +32,17 @@ from pagedcore_kernels.cpu.runtime.float_state import fesetenv_address
 
 _log = logging.getLogger("pagedcore")
 _LIBC = ctypes.CDLL(None)
-#: Numbers of Linux's system calls ``futex``, ``sched_getattr`` and ``sched_setattr``, by processor.
 _CALL_NUMBERS: Final = {
     "x86_64": (202, 315, 314), "aarch64": (98, 275, 274), "riscv64": (98, 275, 274), "ppc64le": (221, 356, 355),
     "s390x": (238, 346, 345),
 }  # fmt: skip
-#: ``CLOCK_MONOTONIC``.
+"""Numbers of Linux's system calls ``futex``, ``sched_getattr`` and ``sched_setattr``, by processor."""
 _CLOCK_NUMBER: Final = 6 if sys.platform == "darwin" else 1
-#: How long the end of the interpreter waits for helpers that still hold work, in seconds.
+"""``CLOCK_MONOTONIC``."""
 END_TIMEOUT_S: Final = 5.0
-#: How long a system that has refused a thread is not asked for another one, in seconds.
+"""How long the end of the interpreter waits for helpers that still hold work, in seconds."""
 RETRY_S: Final = 10.0
+"""How long a system that has refused a thread is not asked for another one, in seconds."""
 _RUN = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 _WAKE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)
 

@@ -46,8 +46,9 @@ from pagedcore_kernels.cpu.runtime.team_waiting import (
 )
 from pagedcore_kernels.cpu.simd import address_of, load_int64
 
-#: An engine whose last kernel ended so recently is likely to have another one soon, and gets its share of the helpers.
 _RECENT_NS: Final = 300_000
+"""An engine whose last kernel ended so recently is likely to have another one soon, and gets its share of the helpers.
+"""
 
 
 @njit(inline="always")

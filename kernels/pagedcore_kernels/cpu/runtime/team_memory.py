@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
-#: Cache lines keep apart what different threads write; all offsets are in bytes.
 LINE: Final = 64
+"""Cache lines keep apart what different threads write; all offsets are in bytes."""
 
 # The first line is what waiting helpers look at; it changes once per run.
 GENERATION: Final = 0

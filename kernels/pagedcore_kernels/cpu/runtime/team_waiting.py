@@ -22,24 +22,24 @@ from pagedcore_kernels.cpu.runtime.atomics import (
 )
 from pagedcore_kernels.cpu.simd import load_int64, stack_int64, store_int64
 
-#: 64-bit words of a mask of processors.
 _MASK_WORDS: Final = at.MASK_BYTES // 8
-#: Longer than the pause between two kernels of a step.
+"""64-bit words of a mask of processors."""
 LEAST_SPIN_NS: Final = 100_000
-#: Longer than the pause between two steps: where a machine is virtual, a processor that sleeps for a moment is given to
-#: others and may come back milliseconds later.
+"""Longer than the pause between two kernels of a step."""
 MOST_SPIN_NS: Final = 2_000_000
-#: The bound of helpers that lose their cores with work in hand: shorter than the pause between two kernels.
+"""Longer than the pause between two steps: where a machine is virtual, a processor that sleeps for a moment is given to
+others and may come back milliseconds later."""
 SHORT_SPIN_NS: Final = 5_000
-#: A caller that waits for so long waits for a helper that has lost its core. After two such waits that are so close,
-#: helpers spin shortly for so long.
+"""The bound of helpers that lose their cores with work in hand: shorter than the pause between two kernels."""
 _LOSS_NS, _CLOSE_NS, _SHORT_FOR_NS = 1_000_000, 20_000_000, 100_000_000
-#: Helpers run in slices of this length, the least that Linux knows.
+"""A caller that waits for so long waits for a helper that has lost its core. After two such waits that are so close,
+helpers spin shortly for so long."""
 HELPER_SLICE_NS: Final = 100_000
-#: ``struct sched_attr`` in 64-bit words: its size and policy, the flags, nice and priority, the slice, two more.
+"""Helpers run in slices of this length, the least that Linux knows."""
 _ATTRIBUTE_WORDS, _SLICE = 6, 3
-#: Operations of Linux's futex, without sharing between processes.
+"""``struct sched_attr`` in 64-bit words: its size and policy, the flags, nice and priority, the slice, two more."""
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129
+"""Operations of Linux's futex, without sharing between processes."""
 
 
 @njit(inline="always")

@@ -40,13 +40,13 @@ from pagedcore_kernels.cpu.sampling.logit_views import (
 )
 from pagedcore_kernels.cpu.simd import LOG2_E, address_of, claim, load_int64, store_int64
 
-#: How one row is sampled: log2(e) / temperature or 0 for greedy; log(min_p) * temperature; and as their names say.
 SAMPLING_ROW: Final = np.dtype(
     [("scale", "f8"), ("min_p_offset", "f8"), ("top_p", "f8"), ("top_k", "i8"), ("seed", "i8"), ("position", "i8")]
 )
+"""How one row is sampled: log2(e) / temperature or 0 for greedy; log(min_p) * temperature; and as their names say."""
 
-#: How many of the largest logits are tried for a nucleus before it is searched for in the whole row.
 _FIRST_GUESS, _SECOND_GUESS = 64, 1024
+"""How many of the largest logits are tried for a nucleus before it is searched for in the whole row."""
 _ROW_BYTES: Final = SAMPLING_ROW.itemsize
 _COUNT: Final = np.float32(0.0)
 

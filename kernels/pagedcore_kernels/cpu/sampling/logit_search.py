@@ -43,10 +43,10 @@ from pagedcore_kernels.cpu.sampling.logit_views import (
 )
 from pagedcore_kernels.cpu.simd import load_float32, load_int64, stack_floats, store_float32, store_int64
 
-#: Candidates that ``gather`` can hold.
 MAX_CANDIDATES: Final = 4096
-#: Passes over a long row before what is left can be few enough to be gathered, and after which there are ties.
+"""Candidates that ``gather`` can hold."""
 _FEWEST_PASSES, _MOST_PASSES = 4, 16
+"""Passes over a long row before what is left can be few enough to be gathered, and after which there are ties."""
 
 Memory = Any
 """Addresses of room for (candidates' ids, their logits, the padded last chunk, weights, maxima of chunks)."""

@@ -20,8 +20,8 @@ from numba.extending import intrinsic
 from pagedcore_kernels.cpu import simd
 from pagedcore_kernels.cpu.simd import Builder, Typing, Value
 
-#: Logits of a chunk.
 CHUNK: Final = 64
+"""Logits of a chunk."""
 _VECTORS: Final = CHUNK // simd.LANES
 _VECTOR_BYTES: Final = simd.LANES * 4
 _CHUNK_BYTES: Final = CHUNK * 4
@@ -169,10 +169,10 @@ def _mask_intrinsic(comparison: str) -> Any:
     return intrinsic(mask_chunk)
 
 
-#: ``mask_at_least(chunk address, bound) -> int64``: bit ``i`` says whether logit ``i`` is >= bound.
 mask_at_least = _mask_intrinsic(">=")
-#: ``mask_equal(chunk address, bound) -> int64``: bit ``i`` says whether logit ``i`` is equal to bound.
+"""``mask_at_least(chunk address, bound) -> int64``: bit ``i`` says whether logit ``i`` is >= bound."""
 mask_equal = _mask_intrinsic("==")
+"""``mask_equal(chunk address, bound) -> int64``: bit ``i`` says whether logit ``i`` is equal to bound."""
 
 
 @intrinsic

@@ -25,20 +25,20 @@ from pagedcore_kernels.cpu.sampling.logit_vectors import (
 )
 from pagedcore_kernels.cpu.simd import exp2_float32, load_bfloat16, load_float32, store_float32
 
-#: Chunks that are added up in float32.
 BLOCK: Final = 64
+"""Chunks that are added up in float32."""
 CHUNK_BYTES: Final = CHUNK * 4
 SMALLEST: Final = np.float32(-3.4028234663852886e38)
 NOTHING: Final = np.float32(-np.inf)
 # Why: a plain 0 is a type of its own to Numba, and every function would be compiled once more for it.
 NONE: Final = np.int64(0)
 
-#: Compiled on first use, to run without the GIL; division by zero gives an infinity as in C.
 compiled = njit(error_model="numpy", nogil=True)
+"""Compiled on first use, to run without the GIL; division by zero gives an infinity as in C."""
 
-#: What compiled functions take and return has Numba's types: addresses, sizes and indices are int64, logits float32,
-#: sums of weights float64.
 Integer = Any
+"""What compiled functions take and return has Numba's types: addresses, sizes and indices are int64, logits float32,
+sums of weights float64."""
 Number = Any
 View = Any
 """(address, number of whole chunks, address of the padded last chunk or 0)"""

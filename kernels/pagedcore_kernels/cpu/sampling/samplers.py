@@ -27,10 +27,10 @@ from pagedcore_kernels.cpu.sampling.kernels import (
 from pagedcore_kernels.cpu.simd import LOG2_E
 from pagedcore_kernels.errors import InternalError
 
-#: A temperature so low that its inverse is beyond this leaves the largest logits only.
 _LARGEST_SCALE: Final = 1e30
-#: Fewer logits than this are read by one thread before another has woken up.
+"""A temperature so low that its inverse is beyond this leaves the largest logits only."""
 _LOGITS_PER_THREAD: Final = 2**16
+"""Fewer logits than this are read by one thread before another has woken up."""
 
 Logits = npt.NDArray[np.float32]
 

@@ -14,8 +14,9 @@ from pagedcore_kernels.cuda.build.toolchain import explain_link_failure, require
 from pagedcore_kernels.cuda.build.variants import Source, make_source
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 
-#: Without fast math: the kernels name the approximations and fusions they want, and nothing else may move a rounding.
 FAST_MATH: Final = False
+"""Without fast math: the kernels name the approximations and fusions they want, and nothing else may move a rounding.
+"""
 
 
 @dataclass(frozen=True)
