@@ -1,9 +1,9 @@
-"""Whether another checkout of the project gives the same bytes: tokens and log-probabilities of 200 greedy requests.
+"""Whether another checkout of the project gives the same bytes: tokens and log-probabilities of 520 requests.
 
     python benchmarks/same_outputs.py --base CHECKOUT
 
-Forty requests each on the demo model and on random weights of four architectures, on pools so small that requests are
-preempted. Both checkouts run on this machine, each in a process of its own; a digest is equal if all tokens and all
+Forty greedy requests, and forty sampled ones with seeds, each on the demo model and on random weights of four
+architectures, and on the demo model, llama and mixtral in w8a8, on pools so small that requests are preempted. Both checkouts run on this machine, each in a process of its own; a digest is equal if all tokens and all
 bits of all log-probabilities are.
 """
 
@@ -102,36 +102,46 @@ def prompts_of(model: str) -> list[Any]:
             for _ in range(NUM_REQUESTS)]
 
 
-def digest_of(model: str) -> str:
-    """Answer all prompts of a model and return a digest of everything that came of it."""
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "presence_penalty": 0.2}
+CASES: list[tuple[str, str, str]] = [
+    *((model, way, "none") for way in ("greedy", "sampled") for model in ("demo", *FAMILIES)),
+    *((model, "greedy", "w8a8") for model in ("demo", "llama", "mixtral")),
+]
+"""Model, way of choosing tokens, and quantisation."""
+
+
+def digest_of(model: str, way: str, quantization: str) -> str:
+    """Answer all prompts of a case and return a digest of everything that came of it."""
     from pagedcore import Engine, SamplingParams
 
-    params = [SamplingParams(max_tokens=8 + i, logprobs=5, prompt_logprobs=2 if i % 8 == 0 else None,
-                             ignore_eos=model != "demo") for i in range(NUM_REQUESTS)]
+    chosen = SAMPLED if way == "sampled" else {}
+    params = [SamplingParams(max_tokens=8 + i, logprobs=5, prompt_logprobs=2 if i % 8 == 0 else None, seed=i,
+                             ignore_eos=model != "demo", n=2 if way == "sampled" and i % 4 == 0 else 1, **chosen)
+              for i in range(NUM_REQUESTS)]
     # Why: half of what all rows want, so that sequences have to make room for each other.
     num_blocks = 12 if model == "demo" else 40
     # One way of preempting, because "auto" follows the clock, and mixtures of experts depend on the schedule.
     settings = {"block_size": 16, "num_kv_blocks": num_blocks, "max_num_seqs": 16, "max_num_batched_tokens": 64,
-                "preemption": "recompute"}
+                "preemption": "recompute", "quantization": quantization}
     loaded = "demo" if model == "demo" else random_model(model)
     with Engine.from_pretrained(loaded, **settings) as engine:
         outputs = engine.generate(prompts_of(model), params, show_progress=False)
         num_preemptions = engine.stats().num_preemptions
     digest = hashlib.sha256()
     for output in outputs:
-        answer = output.outputs[0]
-        for one in [*(output.prompt_logprobs or ()), *(answer.logprobs or ())]:
-            if one is not None:
-                for token_id, logprob in [(one.token_id, one.logprob), *one.top]:
-                    digest.update(struct.pack("<qd", token_id, logprob))
-        digest.update(repr((answer.token_ids, answer.text, answer.finish_reason)).encode())
+        for answer in output.outputs:
+            for one in [*(output.prompt_logprobs or ()), *(answer.logprobs or ())]:
+                if one is not None:
+                    for token_id, logprob in [(one.token_id, one.logprob), *one.top]:
+                        digest.update(struct.pack("<qd", token_id, logprob))
+            digest.update(repr((answer.token_ids, answer.text, answer.finish_reason)).encode())
     if not num_preemptions:
         raise SystemExit(f"{model}: no request was preempted, so this proves less than it says")
     return digest.hexdigest()
 
 
 def digests_of(checkout: Path) -> dict[str, str]:
-    """Return the digest of every model as a checkout makes them, in a process of its own."""
+    """Return the digest of every case as a checkout makes them, in a process of its own."""
     folders = [checkout, checkout / "kernels", checkout / "adapters"]
     environment = os.environ | {"PYTHONPATH": ":".join(map(str, folders))}
     command = [sys.executable, __file__, "--digests"]
@@ -140,19 +150,19 @@ def digests_of(checkout: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Compare and print one line for each model."""
+    """Compare and print one line for each case."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, help="the other checkout")
     parser.add_argument("--digests", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.digests:
-        print(json.dumps({model: digest_of(model) for model in ("demo", *FAMILIES)}))
+        print(json.dumps({" ".join(case): digest_of(*case) for case in CASES}))
         return
     if given.base is None:
         parser.error("--base is needed: the checkout to compare with")
     here, base = digests_of(ROOT), digests_of(given.base.resolve())
-    for model, digest in here.items():
-        print(f"{model}: {'equal' if base[model] == digest else 'DIFFERENT'} {digest[:16]}")
+    for case, digest in here.items():
+        print(f"{case}: {'equal' if base[case] == digest else 'DIFFERENT'} {digest[:16]}")
     raise SystemExit(here != base)
 
 
