@@ -3,8 +3,9 @@
     python benchmarks/same_outputs.py --base CHECKOUT
 
 Forty greedy requests, and forty sampled ones with seeds, each on the demo model and on random weights of four
-architectures, and on the demo model, llama and mixtral in w8a8, on pools so small that requests are preempted. Both checkouts run on this machine, each in a process of its own; a digest is equal if all tokens and all
-bits of all log-probabilities are.
+architectures, and on the demo model, llama and mixtral in w8a8, on pools so small that requests are preempted. Both
+checkouts run on this machine, each in a process of its own; a digest is equal if all tokens and all bits of all
+log-probabilities are.
 """
 
 from __future__ import annotations
