@@ -138,10 +138,11 @@ class TenantLedger:
         if not self._waiting:
             # Why: nobody waited, so all had what they wanted.
             self._raise_floor(running)
-        for one in waiting - self._waiting:
+        # Why sorted, here and below: the order of a set is another one in every process, and decisions are not.
+        for one in sorted(waiting - self._waiting):
             virtual[one] = max(virtual.get(one, 0.0), self.floor)
         self._waiting = waiting
         if len(virtual) > 2 * MAX_ABSENT + len(present):
-            absent = [one for one in virtual.keys() - present if virtual[one] > self.floor]
+            absent = [one for one in virtual if one not in present and virtual[one] > self.floor]
             kept = heapq.nlargest(MAX_ABSENT, absent, key=virtual.__getitem__)
-            self.virtual = {one: virtual[one] for one in (*present, *kept)}
+            self.virtual = {one: virtual[one] for one in (*sorted(present), *kept)}

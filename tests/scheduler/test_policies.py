@@ -315,6 +315,19 @@ def test_a_million_tenants_cost_bounded_memory() -> None:
     assert "owner" in ledger.virtual
 
 
+def test_a_ledger_is_in_the_same_order_in_every_process() -> None:
+    """Not in that of a set of names, which differs from process to process: a recording and what is kept depend on it.
+    """
+    ledger, tenants = TenantLedger(), [f"tenant {number}" for number in range(9)]
+    ledger.survey([make_sequence(1, tenant=one) for one in reversed(tenants)], [], lambda _: 0)
+    assert list(ledger.virtual) == tenants
+    for one in tenants:
+        ledger.virtual[one] = 1.0
+    ledger.virtual |= {f"absent {number:04}": 1.0 for number in range(3 * MAX_ABSENT)}
+    ledger.survey([make_sequence(1, tenant=one) for one in reversed(tenants)], [], lambda _: 0)
+    assert list(ledger.virtual) == [*tenants, *(f"absent {number:04}" for number in range(MAX_ABSENT))]
+
+
 # Deadlines ----------------------------------------------------------------------------------------------------------
 
 
