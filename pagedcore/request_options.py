@@ -5,10 +5,13 @@ Every door takes the fields of ``RequestOptions`` as keywords (``OptionKeywords`
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Final, TypedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, Final, TypedDict
 
-from pagedcore.config.field_rules import LABEL, PRIORITY, FieldRule, number, seconds
+from pagedcore.config.field_rules import LABEL, PRIORITY, Check, FieldRule, number, seconds
 from pagedcore.config.keywords import refuses_unknown
 from pagedcore.config.limits import MAX_SALT_BYTES, MAX_TIMEOUT_S, MAX_WEIGHT
 from pagedcore.errors import InvalidSalt, UnknownParameter
@@ -21,19 +24,67 @@ WAIT: Final[FieldRule[float]] = seconds(0, MAX_TIMEOUT_S)
 
 _TARGET_MS: Final = number(0, 1000 * MAX_TIMEOUT_S, above_low=True)
 _WEIGHT: Final = number(1 / MAX_WEIGHT, MAX_WEIGHT)
+_MILLISECONDS: Final = {"type": "number", "description": "Milliseconds, for the deadline policy."}
 
 
-class OptionKeywords(TypedDict, total=False):
-    """The keywords of every door that accepts a request; see ``RequestOptions``."""
+class Reader(Enum):
+    """Which scheduling policies look at an option; the others refuse it."""
+
+    PRIORITIES = "has_priorities", "priority"
+    WEIGHTS = "has_tenants", "fair"
+    DEADLINES = "has_deadlines", "deadline"
+    TARGETS = "has_targets", "deadline"
+
+    def __init__(self, trait: str, policy: str) -> None:
+        self.trait = trait
+        """The attribute of ``Policy`` that says whether it does."""
+        self.policy = policy
+        """The policy of pagedcore's own that does."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionFacts:
+    """What doors, policies and recordings have to know of an option; they look at no list of names."""
+
+    check: Check
+    """Returns what is stored of a value other than the default, or raises ``InvalidRequest``."""
+    schema: Mapping[str, Any] | None = None
+    """How it stands in the JSON schema of a door over HTTP; ``None``: there, only the operator says it."""
+    reader: Reader | None = None
+    """Who looks at it; ``None``: no policy refuses it."""
+    is_recorded: bool = True
+    """Whether decisions may depend on it, so that recordings have it; they have no secrets and no labels."""
+
+
+def _option(
+    default: Any, check: Check, *, schema: Mapping[str, Any] | None = None, reader: Reader | None = None,
+    is_recorded: bool = True, is_shown: bool = True,
+) -> Any:
+    facts = OptionFacts(check, schema, reader, is_recorded)
+    return field(default=default, repr=is_shown, metadata={"facts": facts})
+
+
+def _check_salt(_: str, value: object) -> object:
+    _salt_bytes(value)
+    return value
+
+
+class CallersKeywords(TypedDict, total=False):
+    """The options that a caller over HTTP may give, for type checkers; see ``RequestOptions``."""
 
     priority: int
     cache_salt: str | bytes | None
     request_id: str | None
-    tenant: str
-    weight: float
     deadline_s: float | None
     ttft_ms: float | None
     tpot_ms: float | None
+
+
+class OptionKeywords(CallersKeywords, total=False):
+    """The keywords of every door in Python that accepts a request, for type checkers."""
+
+    tenant: str
+    weight: float
 
 
 def sampling_advice(name: str) -> str:
@@ -52,45 +103,40 @@ class RequestOptions:
             ``UnknownParameter``, which is a ``TypeError`` too: there is no option of a name.
     """
 
-    priority: int = 0
+    priority: int = _option(0, PRIORITY.check, schema={"type": "integer"}, reader=Reader.PRIORITIES)
     """Higher runs first under a policy that has priorities; others refuse any but 0."""
-    cache_salt: str | bytes | None = field(default=None, repr=False)
+    cache_salt: str | bytes | None = _option(None, _check_salt, is_recorded=False, is_shown=False, schema={
+        "type": "string", "description": "Calls with different salts share no cached prompts: 1 to 64 bytes."})
     """Requests with different salts never share cached blocks, and neither speed nor usage of one tells what another
     asked. Give each tenant its own."""
-    request_id: str | None = None
+    request_id: str | None = _option(None, LABEL.check, is_recorded=False, schema={
+        "type": "string", "description": "The caller's own label, for logs."})
     """The caller's own label for logs and hooks (``RequestOutput.client_request_id``), unique among requests of one
     salt. Requests are aborted and looked up by the engine's own random id."""
-    tenant: str = ""
+    tenant: str = _option("", LABEL.check)
     """Who the service of this request is counted for, under a policy that looks at tenants; empty: all that name none.
     It gives no access: what tenants may see of each other is a matter of ``cache_salt``."""
-    weight: float = 1.0
+    weight: float = _option(1.0, _WEIGHT.check, reader=Reader.WEIGHTS)
     """Share of this request's tenant beside others, under a policy with weights; others refuse any but 1."""
-    deadline_s: float | None = None
+    deadline_s: float | None = _option(None, TIMEOUT.check, reader=Reader.DEADLINES, schema={
+        "type": "number", "description": "When to end, for the deadline policy."})
     """When the completion has to end, in seconds from its acceptance, under a policy with deadlines; others refuse any.
     It ends no request that has started: for that, see ``timeout_s``."""
-    ttft_ms: float | None = None
+    ttft_ms: float | None = _option(None, _TARGET_MS.check, reader=Reader.TARGETS, schema=_MILLISECONDS)
     """The longest time to the first token that meets the caller's target, in milliseconds, under such a policy."""
-    tpot_ms: float | None = None
+    tpot_ms: float | None = _option(None, _TARGET_MS.check, reader=Reader.TARGETS, schema=_MILLISECONDS)
     """The longest mean time from token to token, likewise: while this request runs, steps compute fewer tokens of
     prompts."""
     salt: bytes = field(init=False, repr=False)
     """The salt as it enters cache keys; empty for requests without one."""
 
     def __post_init__(self) -> None:
-        if type(self.priority) is not int or self.priority:
-            PRIORITY.check("priority", self.priority)
+        for name, default, check in _CHECKS:
+            value = getattr(self, name)
+            # Why types: True equals 1, and is refused.
+            if value is not default and (type(value) is not type(default) or value != default):
+                object.__setattr__(self, name, check(name, value))
         object.__setattr__(self, "salt", _salt_bytes(self.cache_salt))
-        if self.request_id is not None:
-            LABEL.check("request_id", self.request_id)
-        if type(self.tenant) is not str or self.tenant:
-            LABEL.check("tenant", self.tenant)
-        if type(self.weight) is not float or self.weight != 1.0:
-            object.__setattr__(self, "weight", _WEIGHT.check("weight", self.weight))
-        if self.deadline_s is not None:
-            object.__setattr__(self, "deadline_s", TIMEOUT.check("deadline_s", self.deadline_s))
-        for name in ("ttft_ms", "tpot_ms"):
-            if (given := getattr(self, name)) is not None:
-                object.__setattr__(self, name, _TARGET_MS.check(name, given))
 
     @property
     def owner(self) -> bytes:
@@ -120,7 +166,16 @@ def _salt_bytes(salt: object) -> bytes:
     return given
 
 
-_NAMES: Final = tuple(OptionKeywords.__annotations__)
+OPTIONS: Final[Mapping[str, OptionFacts]] = MappingProxyType(
+    {one.name: one.metadata["facts"] for one in fields(RequestOptions) if one.init})
+"""What is to be known of each option, in the order of the fields."""
+CALLERS_OPTIONS: Final[Mapping[str, Any]] = MappingProxyType(
+    {one.name: one.default for one in fields(RequestOptions) if one.init and OPTIONS[one.name].schema is not None})
+"""The options that a caller over HTTP may give, with their defaults; what is left is the operator's."""
+RECORDED_OPTIONS: Final = tuple(name for name, facts in OPTIONS.items() if facts.is_recorded)
+"""The options that decisions may depend on."""
+_NAMES: Final = tuple(OPTIONS)
+_CHECKS: Final = tuple((one.name, one.default, OPTIONS[one.name].check) for one in fields(RequestOptions) if one.init)
 _refuses_unknown: Final = refuses_unknown("option", sampling_advice)
 # Why here: a dataclass takes its fields only, and refuses others with an error of another kind.
 RequestOptions.__init__ = _refuses_unknown(RequestOptions.__init__)  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pagedcore.errors import InternalError
 from pagedcore.outputs import FinishReason, TokenLogprobs
-from pagedcore.request_options import NO_OPTIONS, RequestOptions
+from pagedcore.request_options import NO_OPTIONS, RECORDED_OPTIONS, RequestOptions
 from pagedcore.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ class Sequence:
         scored = self.prompt_logprobs
         return {
             "plain": {name: getattr(self, name) for name in _PLAIN}
-                | {name: getattr(self.options, name) for name in _OPTIONS},
+                | {name: getattr(self.options, name) for name in RECORDED_OPTIONS},
             "status": self.status.value, "num_keys": len(self.block_keys),
             "num_scored": None if scored is None else len(scored), "num_sequences": self.params.num_sequences,
             "num_tokens": len(self.token_ids), "tokens": array("q", self.token_ids), "root": self.cache_root,
@@ -246,7 +246,8 @@ class Sequence:
         plain, num_scored = state["plain"], state["num_scored"]
         for name in _PLAIN:
             setattr(self, name, plain[name])
-        self.options = RequestOptions(**{name: plain[name] for name in _OPTIONS})
+        # Why if: whoever copied this before there was an option has asked nothing of it.
+        self.options = RequestOptions(**{name: plain[name] for name in RECORDED_OPTIONS if name in plain})
         self.token_ids, self.params = list(state["tokens"]), SamplingParams(n=state["num_sequences"])
         self.prompt_logprobs = None if num_scored is None else [None] * num_scored  # type: ignore[list-item]
         self.status = SequenceStatus(state["status"])
@@ -261,8 +262,6 @@ _PLAIN: Final = (
     "num_computed_tokens", "num_cached_tokens", "num_preemptions", "num_protected_tokens", "is_in_session",
     "finish_reason", "score",
 )
-_OPTIONS: Final = ("priority", "tenant", "weight", "deadline_s", "ttft_ms", "tpot_ms")
-"""What of its request's options decisions about a sequence depend on."""
 
 
 def _num_logprobs(params: SamplingParams, stop_token_ids: frozenset[int]) -> int | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 from pagedcore.errors import (
     InvalidGrammar,
@@ -25,7 +25,7 @@ from pagedcore.errors import (
 )
 from pagedcore.outputs import RequestOutput, TokenText
 from pagedcore.protocols import ChatMessage, Constraint, NamesTokens, RendersTools, Tokenizer
-from pagedcore.request_options import RequestOptions
+from pagedcore.request_options import OPTIONS, RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.chat import Chat, require_continuable, tools_length, uses_tools, validate_chat
 from pagedcore.requests.infill import Infill, encode_infill, require_no_gap
@@ -37,8 +37,6 @@ from pagedcore.tokenizer.template_arguments import TakesArguments, require_read
 Prompt = str | ListOf[int] | ListOf[ChatMessage] | Chat | Infill
 """Text, token ids, chat messages (mappings with "role" and "content"), a ``Chat``, which has tools too, or an
 ``Infill``, the text around a gap."""
-_POLICY_FOR: Final = {"priority": "priority", "weight": "fair", "deadline_s": "deadline", "ttft_ms": "deadline",
-                      "tpot_ms": "deadline"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +157,10 @@ class InputProcessor:
         """Raise ``InvalidRequest`` for an option that the scheduling policy would ignore."""
         for name, neutral in self.unread_options.items():
             if (given := getattr(options, name)) != neutral:
-                raise InvalidRequest(
-                    name, given, f"{neutral} under this scheduling policy, which does not look at it",
-                    f'Build the engine with scheduling_policy="{_POLICY_FOR[name]}".',
-                )
+                reader = OPTIONS[name].reader
+                advice = f'Build the engine with scheduling_policy="{reader.policy}".' if reader is not None else ""
+                limit = f"{neutral} under this scheduling policy, which does not look at it"
+                raise InvalidRequest(name, given, limit, advice)
 
     def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         """Return the model's end tokens and the request's stop tokens."""

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from pagedcore.config.field_rules import BOOLEAN, COUNT, integer, invalid_setting, number
 from pagedcore.config.limits import MAX_PRIORITY, MAX_TIMEOUT_S
+from pagedcore.request_options import NO_OPTIONS, OPTIONS
 from pagedcore.scheduler.policy_view import PolicyView
 from pagedcore.scheduler.waiting_queue import BY_ARRIVAL
 from pagedcore.sequence import Sequence
@@ -57,7 +58,7 @@ class Policy:
     has_tenants: bool = False
     """Whether it looks at tenants: at ``RequestOptions.weight``, and at the usage in a view, which is empty if not."""
     has_deadlines: bool = False
-    """Whether it looks at ``deadline_s``, ``ttft_ms`` and ``tpot_ms`` of ``RequestOptions``."""
+    """Whether it looks at ``RequestOptions.deadline_s``, and unless it promises at the targets beside it."""
     sheds_late: bool = False
     """Whether requests end with ``DeadlineMissed`` that were not started and cannot end in time any more."""
     promises: bool = False
@@ -72,12 +73,15 @@ class Policy:
     sequence of a tenant may always run."""
 
     @property
+    def has_targets(self) -> bool:
+        """Whether it looks at ``ttft_ms`` and ``tpot_ms``."""
+        return self.has_deadlines and not self.promises
+
+    @property
     def unread_options(self) -> dict[str, Any]:
         """The request options that the policy does not look at, with the values that mean nothing."""
-        has_targets = self.has_deadlines and not self.promises
-        reads = {"priority": self.has_priorities, "weight": self.has_tenants, "deadline_s": self.has_deadlines,
-                 "ttft_ms": has_targets, "tpot_ms": has_targets}
-        return {name: {"priority": 0, "weight": 1.0}.get(name) for name, is_read in reads.items() if not is_read}
+        return {name: getattr(NO_OPTIONS, name) for name, facts in OPTIONS.items()
+                if facts.reader is not None and not getattr(self, facts.reader.trait)}
 
 
 def fcfs() -> Policy:
