@@ -18,8 +18,6 @@ from pagedcore import SamplingParams
 from pagedcore.errors import InvalidRequest
 from pagedcore.request_options import OptionKeywords
 
-OPTION_NAMES: Final = ("priority", "cache_salt", "request_id", "tenant", "weight", "deadline_s",
-                       "ttft_ms", "tpot_ms")
 _PSEUDONYM_KEY: Final = os.urandom(32)
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequen
 from concurrent.futures import Future
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -27,10 +27,10 @@ from pydantic import (
 
 from pagedcore import AsyncEngine, Chat, Delta, EngineConfig, Infill, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidConfig, InvalidRequest, TooManySequences, UnknownParameter, did_you_mean
-from pagedcore.request_options import TIMEOUT, OptionKeywords
+from pagedcore.request_options import OPTIONS, TIMEOUT, OptionKeywords
 from pagedcore_langchain.host import EngineHost, require_loop
 from pagedcore_langchain.in_flight import in_flight, wait_for, wait_for_on_loop
-from pagedcore_langchain.options import OPTION_NAMES, Call, hide_salt, mask_salt, require_single_label, reveal_secret
+from pagedcore_langchain.options import Call, hide_salt, mask_salt, require_single_label, reveal_secret
 
 Prompt = str | list[dict[str, Any]] | Chat | Infill
 
@@ -187,7 +187,7 @@ class PagedCoreSettings(BaseModel):
         """Move what a binding says of its caller from its keywords to a copy of this model."""
         # Safety: what LangChain makes of a binding (``with_structured_output``, ``bind_tools``, ``generate``) forgets
         # its keywords. Without the salt among them tenants would share cached prompts, and nobody would be told.
-        names = [name for name in OPTION_NAMES if name in type(self).model_fields and keywords.get(name) is not None]
+        names = [name for name in OPTIONS if name in type(self).model_fields and keywords.get(name) is not None]
         said = hide_salt({name: keywords.pop(name) for name in names})
         return self.model_copy(update=said) if said else self
 
@@ -206,13 +206,9 @@ class PagedCoreSettings(BaseModel):
     def _resolve(self, stop: Sequence[str] | None, keywords: Mapping[str, Any], *, is_stream: bool = False) -> Call:
         """Combine the fields with the keywords of one call. Raises ``InvalidRequest``."""
         given = {_RENAMED.get(name, name): value for name, value in keywords.items() if value is not None}
-        options: OptionKeywords = {
-            "priority": self.priority, "cache_salt": reveal_secret(self.cache_salt), "tenant": self.tenant,
-            "weight": self.weight, "deadline_s": self.deadline_s,
-        }
-        for name in OPTION_NAMES:
-            if name in given:
-                options[name] = reveal_secret(given.pop(name))
+        own = {name: getattr(self, name) for name in OPTIONS if name in type(self).model_fields}
+        asked = own | {name: given.pop(name) for name in OPTIONS if name in given}
+        options = cast(OptionKeywords, {name: reveal_secret(value) for name, value in asked.items()})
         values = self._settings() | given
         values.pop("stream", None)
         timeout_s = TIMEOUT.check("timeout", values.pop("timeout", self.timeout))

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from pagedcore import SamplingParams
 from pagedcore.errors import InvalidRequest, UnknownParameter, did_you_mean
-from pagedcore.request_options import TIMEOUT, OptionKeywords
+from pagedcore.request_options import CALLERS_OPTIONS, TIMEOUT, OptionKeywords
 from pagedcore_http.events import encode
 from pagedcore_http.salts import Caller
 from pagedcore_openai import structured
@@ -30,8 +30,7 @@ _OF_TOKENS: Final = ("bad_words", "allowed_token_ids", "include_stop_str_in_outp
 _EXTRA: Final = ("min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", *_OF_TOKENS)
 """vLLM's, with the same name and meaning here."""
 _NOT_WITH_BEAMS: Final = {"temperature": DEFAULT_TEMPERATURE, "top_p": 1.0}
-_OPTIONS: Final = ("model", "stream", "stream_options", "priority", "cache_salt", "request_id", "timeout_s",
-                   "deadline_s", "ttft_ms", "tpot_ms", "return_token_ids")
+_OPTIONS: Final = ("model", "stream", "stream_options", "timeout_s", "return_token_ids", *CALLERS_OPTIONS)
 _TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls")
 _OF_TEMPLATE: Final = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 _IGNORED: Final = frozenset({
@@ -214,11 +213,8 @@ def options_of(fields: Mapping[str, Any], caller: Caller, label: str) -> OptionK
     Raises:
         InvalidRequest: the priority, the salt, the label or the deadline is refused.
     """
-    return caller.options({
-        "priority": fields.get("priority", 0), "cache_salt": fields.get("cache_salt"),
-        "request_id": fields.get("request_id", label), "deadline_s": fields.get("deadline_s"),
-        "ttft_ms": fields.get("ttft_ms"), "tpot_ms": fields.get("tpot_ms"),
-    })
+    given = {name: fields[name] for name in CALLERS_OPTIONS if name in fields}
+    return caller.options(cast(OptionKeywords, {"request_id": label, **given}))
 
 
 def timeout_of(fields: Mapping[str, Any]) -> float | None:
