@@ -6,16 +6,16 @@ The engine validates all values but those that it never sees.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from pagedcore import AsyncEngine, Chat, Delta, Infill, RequestOutput, SamplingParams
-from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling, RequestTimeout
-from pagedcore.request_options import TIMEOUT, OptionKeywords
+from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling, RequestTimeout, UnknownParameter
+from pagedcore.request_options import CALLERS_OPTIONS, TIMEOUT, OptionKeywords, sampling_advice
 from pagedcore_bentoml.wire import BatchCompletion, Completion, completion_of
 from pagedcore_http.salts import Caller
 
@@ -28,24 +28,36 @@ class Call:
     """What comes with a prompt, as the caller wrote it."""
 
     sampling: Any
-    priority: Any
     timeout_s: Any
-    cache_salt: Any = field(repr=False)
-    request_id: Any
-    deadline_s: Any = None
-    ttft_ms: Any = None
-    tpot_ms: Any = None
+    given: Mapping[str, Any] = field(repr=False)
+    """Every option that a caller may give."""
     caller: Caller = field(default_factory=Caller)
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any]) -> Call:
+        """Take what is a call's among the arguments of an endpoint."""
+        return cls(asked["sampling"], asked["timeout_s"], {name: asked[name] for name in CALLERS_OPTIONS})
+
+    @classmethod
+    def in_python(cls, params: Any, timeout_s: Any, options: Mapping[str, Any]) -> Call:
+        """Take what an endpoint of a subclass says. Raises ``UnknownParameter``."""
+        for name in options.keys() - CALLERS_OPTIONS.keys():
+            raise UnknownParameter.named("option", name, ("timeout_s", *CALLERS_OPTIONS), sampling_advice(name))
+        return cls(params, timeout_s, {**CALLERS_OPTIONS, **options})
+
+    @property
+    def cache_salt(self) -> Any:
+        """The salt as the caller named it."""
+        return self.given["cache_salt"]
 
     @property
     def options(self) -> OptionKeywords:
         """The options of the one prompt, with what the service says of its caller. Raises ``InvalidRequest``."""
-        return self.options_with(self.request_id)
+        return self.options_with(self.given["request_id"])
 
     def options_with(self, label: Any) -> OptionKeywords:
         """Return the options of a prompt with this label. Raises ``InvalidRequest``."""
-        return self.caller.options({"priority": self.priority, "cache_salt": self.cache_salt, "request_id": label,
-                                    "deadline_s": self.deadline_s, "ttft_ms": self.ttft_ms, "tpot_ms": self.tpot_ms})
+        return self.caller.options(cast(OptionKeywords, {**self.given, "request_id": label}))
 
     def params(self) -> SamplingParams:
         """Return the parameters of the one prompt. Raises ``InvalidRequest``."""
@@ -61,11 +73,12 @@ class Call:
 
     def options_of_each(self, num_prompts: int) -> Sequence[OptionKeywords]:
         """Return the options of each prompt of a batch. Raises ``InvalidRequest`` for one label of several prompts."""
-        if self.request_id is None:
+        label = self.given["request_id"]
+        if label is None:
             return [self.options] * num_prompts
-        labels = self.request_id if isinstance(self.request_id, list) else [self.request_id]
+        labels = label if isinstance(label, list) else [label]
         if len(labels) != num_prompts:
-            given = self.request_id if isinstance(self.request_id, str) else len(labels)
+            given = label if isinstance(label, str) else len(labels)
             raise InvalidRequest("request_id", given, f"a list of {num_prompts}, one for each prompt")
         return [self.options_with(label) for label in labels]
 
@@ -148,6 +161,12 @@ class ChatTools:
     reasoning_effort: Any = None
     adds_prompt: Any = None
     continues: Any = None
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any]) -> ChatTools:
+        """Take what is a chat's among the arguments of an endpoint."""
+        return cls(asked["tools"], asked["tool_choice"], asked["parallel_tool_calls"], asked["chat_template_kwargs"],
+                   asked["reasoning_effort"], asked["add_generation_prompt"], asked["continue_final_message"])
 
 
 async def complete_chat(engine: AsyncEngine, messages: Any, tools: ChatTools, call: Call) -> Completion:

@@ -6,10 +6,10 @@ tenants in ``tenants.py``, disconnects, drain and error responses in ``pagedcore
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any, ClassVar, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, TypeVar, Unpack, cast
 
 import bentoml
 from bentoml.exceptions import BentoMLException
@@ -18,6 +18,7 @@ from starlette.responses import Response
 
 from pagedcore import AsyncEngine, Delta, RequestOutput, SamplingParams
 from pagedcore.errors import InvalidPrompt, PagedcoreError, PromptEmpty
+from pagedcore.request_options import CallersKeywords
 from pagedcore_bentoml.calls import (
     Call,
     ChatTools,
@@ -40,15 +41,14 @@ from pagedcore_bentoml.wire import (
     Completion,
     EventText,
     PromptInput,
+    arguments_of,
+    takes,
 )
 from pagedcore_http.event_stream import ClientGone, run_until_disconnect
 from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, NotServing, refusal_of
 from pagedcore_http.salts import Caller, Salt, derive_salt
 
 T = TypeVar("T")
-
-_NO_CONTEXT: Any = None
-"""BentoML passes a context to an endpoint that it serves; a direct call in Python has none."""
 
 
 class PagedCoreRunner(EngineLifetime):
@@ -122,9 +122,8 @@ class PagedCoreRunner(EngineLifetime):
         return 1.0
 
     @bentoml.api(input_spec=PromptInput, output_spec=Completion)
-    async def generate(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                       cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, ttft_ms: Any = None,
-                       tpot_ms: Any = None, suffix: Any = None, ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
+    @takes(PromptInput)
+    async def generate(self, *given: Any, **named: Any) -> Completion:
         """Complete one prompt, whole.
 
         Args:
@@ -140,16 +139,13 @@ class PagedCoreRunner(EngineLifetime):
             suffix: text behind the completion, which fills the gap, of a model with fill-in-the-middle tokens.
             ctx: BentoML's; an endpoint of your own that calls this one passes its own on, for ``salt_of``.
         """
-        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
-        return await self._respond(ctx, call, lambda engine, call: complete(engine, around(prompt, suffix), call))
+        asked = arguments_of(PromptInput, given, named)
+        return await self._respond(asked, lambda engine, call: complete(
+            engine, around(asked["prompt"], asked["suffix"]), call))
 
     @bentoml.api(input_spec=ChatInput, output_spec=Completion)
-    async def chat(self, messages: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                   cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, ttft_ms: Any = None,
-                   tpot_ms: Any = None, tools: Any = None, tool_choice: Any = None, parallel_tool_calls: Any = True,
-                   chat_template_kwargs: Any = None, reasoning_effort: Any = None, add_generation_prompt: Any = None,
-                   continue_final_message: Any = None,
-                   ctx: bentoml.Context = _NO_CONTEXT) -> Completion:
+    @takes(ChatInput)
+    async def chat(self, *given: Any, **named: Any) -> Completion:
         """Complete a list of chat messages, each with "role" and "content"; otherwise as ``generate``.
 
         With ``tools``, in OpenAI's form, the model may call them as ``tool_choice`` says; its calls and its reasoning
@@ -157,42 +153,36 @@ class PagedCoreRunner(EngineLifetime):
         ``enable_thinking``, and ``reasoning_effort`` becomes some of them. ``continue_final_message`` continues the
         last message, and without ``add_generation_prompt`` the prompt ends behind it, as for ``Chat``.
         """
-        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
-        of_chat = ChatTools(tools, tool_choice, parallel_tool_calls, chat_template_kwargs, reasoning_effort,
-                            add_generation_prompt, continue_final_message)
-        return await self._respond(
-            ctx, call, lambda engine, call: complete_chat(engine, _require_chat(messages), of_chat, call))
+        asked = arguments_of(ChatInput, given, named)
+        return await self._respond(asked, lambda engine, call: complete_chat(
+            engine, _require_chat(asked["messages"]), ChatTools.of(asked), call))
 
     @bentoml.api(input_spec=BatchInput, output_spec=BatchCompletion)
-    async def batch(self, prompts: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                    cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, ttft_ms: Any = None,
-                    tpot_ms: Any = None, ctx: bentoml.Context = _NO_CONTEXT) -> BatchCompletion:
+    @takes(BatchInput)
+    async def batch(self, *given: Any, **named: Any) -> BatchCompletion:
         """Complete several prompts, in order; ``sampling`` is for all of them, or a list with one for each.
 
         Labels are a list too. A prompt that is refused refuses the batch, and so does a full queue; later failures
         are in the completions that they concern.
         """
-        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
-        return await self._respond(ctx, call, lambda engine, call: complete_all(engine, prompts, call))
+        asked = arguments_of(BatchInput, given, named)
+        return await self._respond(asked, lambda engine, call: complete_all(engine, asked["prompts"], call))
 
     @bentoml.api(input_spec=PromptInput, output_spec=EventText)
-    async def stream(self, prompt: Any, sampling: Any = None, priority: Any = 0, timeout_s: Any = None,
-                     cache_salt: Any = None, request_id: Any = None, deadline_s: Any = None, ttft_ms: Any = None,
-                     tpot_ms: Any = None, suffix: Any = None,
-                     ctx: bentoml.Context = _NO_CONTEXT) -> AsyncGenerator[str, None]:
+    @takes(PromptInput)
+    async def stream(self, *given: Any, **named: Any) -> AsyncGenerator[str, None]:
         """Complete one prompt as server-sent events: deltas, then "done" with the usage, or "error"."""
-        _raise_refusal_of_body(ctx)
-        call = Call(sampling, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
-        async with aclosing(self._deltas(ctx, around(prompt, suffix), call)) as deltas:
+        asked = arguments_of(PromptInput, given, named)
+        _raise_refusal_of_body(asked["ctx"])
+        prompt = around(asked["prompt"], asked["suffix"])
+        async with aclosing(self._deltas(asked["ctx"], prompt, Call.of(asked))) as deltas:
             async for delta in deltas:
                 yield await events_of(delta)
                 if delta.error is not None:
                     raise delta.error
 
     async def complete(self, ctx: bentoml.Context | None, prompt: Any, params: SamplingParams | None = None, *,
-                       priority: int = 0, timeout_s: float | None = None, cache_salt: str | bytes | None = None,
-                       request_id: str | None = None, deadline_s: float | None = None, ttft_ms: float | None = None,
-                       tpot_ms: float | None = None) -> RequestOutput:
+                       timeout_s: float | None = None, **options: Unpack[CallersKeywords]) -> RequestOutput:
         """Complete one prompt for the caller of an endpoint of your own, as ``/generate`` does for its callers.
 
         Args:
@@ -200,20 +190,19 @@ class PagedCoreRunner(EngineLifetime):
             prompt: as ``AsyncEngine.submit`` takes it: text, token ids, chat messages, a ``Chat`` or an ``Infill``.
             params: a ``SamplingParams``, or a mapping of its fields; ``None``: greedy.
 
-        The other arguments are those of ``generate``.
+        The other arguments, ``timeout_s`` and the options, are those of ``generate``.
 
         Raises:
             PagedcoreError: the call is refused, or fails; over HTTP with the status that ``/generate`` has for it.
+            UnknownParameter: it is a ``TypeError`` too; there is no such option for callers.
         """
-        call = Call(params, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
+        call = Call.in_python(params, timeout_s, options)
         return await self._work(ctx, call, lambda engine, call: output_of(engine, prompt, call))
 
     async def deltas(self, ctx: bentoml.Context | None, prompt: Any, params: SamplingParams | None = None, *,
-                     priority: int = 0, timeout_s: float | None = None, cache_salt: str | bytes | None = None,
-                     request_id: str | None = None, deadline_s: float | None = None, ttft_ms: float | None = None,
-                     tpot_ms: float | None = None) -> AsyncGenerator[Delta, None]:
+                     timeout_s: float | None = None, **options: Unpack[CallersKeywords]) -> AsyncGenerator[Delta, None]:
         """Complete one prompt delta by delta; otherwise as ``complete``. The error of a completion is raised."""
-        call = Call(params, priority, timeout_s, cache_salt, request_id, deadline_s, ttft_ms, tpot_ms)
+        call = Call.in_python(params, timeout_s, options)
         async with aclosing(self._deltas(ctx, prompt, call)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -229,8 +218,9 @@ class PagedCoreRunner(EngineLifetime):
                     yield delta
 
     async def _respond(
-        self, ctx: bentoml.Context | None, call: Call, work: Callable[[AsyncEngine, Call], Coroutine[Any, Any, T]]
+        self, asked: Mapping[str, Any], work: Callable[[AsyncEngine, Call], Coroutine[Any, Any, T]]
     ) -> T:
+        ctx, call = asked["ctx"], Call.of(asked)
         if ctx is None or is_answered(ctx.request):
             return await self._work(ctx, call, work)
         try:

@@ -6,18 +6,23 @@ The error of a body that cannot be read is kept in the request's scope, for the 
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated, Any, Final
+from functools import cache
+from inspect import Parameter, Signature
+from typing import Annotated, Any, Final, TypeVar
 
 from bentoml import IODescriptor, get_current_service
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, create_model
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from pagedcore import CompletionOutput, RequestOutput, TokenLogprobs
 from pagedcore.errors import PagedcoreError
+from pagedcore.request_options import CALLERS_OPTIONS, OPTIONS
 from pagedcore.tool_calls.chat_format import ChatTurn
 from pagedcore_http.body import MAX_BODY_BYTES, read_fields
 from pagedcore_http.event_stream import EventStream
@@ -25,6 +30,7 @@ from pagedcore_http.events import stop_of
 from pagedcore_http.json_pieces import map_in_pieces, with_list
 from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST
 
+F = TypeVar("F", bound=Callable[..., Any])
 REFUSAL_KEY: Final = "pagedcore_bentoml.refusal"
 """Where a request's scope holds the error of a body that was refused."""
 LEAST_LOGPROB: Final = -9999.0
@@ -40,13 +46,7 @@ Messages = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "ob
 Prompts = Annotated[Any, WithJsonSchema({"type": "array", "items": {}})]
 Sampling = Annotated[Any, WithJsonSchema({"type": "object", "description": "Fields of SamplingParams."})]
 SamplingOfEach = Annotated[Any, WithJsonSchema({"description": "Fields of SamplingParams, or a list, one for each."})]
-Priority = Annotated[Any, WithJsonSchema({"type": "integer"})]
-Deadline = Annotated[Any, WithJsonSchema({"type": "number", "description": "When to end, for the deadline policy."})]
-Target = Annotated[Any, WithJsonSchema({"type": "number", "description": "Milliseconds, for the deadline policy."})]
 Seconds = Annotated[Any, WithJsonSchema({"type": "number", "description": "Longest time to the last token."})]
-Salt = Annotated[Any, WithJsonSchema({
-    "type": "string", "description": "Calls with different salts share no cached prompts: 1 to 64 bytes.",
-})]
 Tools = Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"},
                                        "description": "Function tools, as OpenAI's chats have them."})]
 ToolChoice = Annotated[Any, WithJsonSchema({"description": "auto, none, required, or an object with a tool's name."})]
@@ -55,7 +55,6 @@ TemplateArguments = Annotated[Any, WithJsonSchema({"type": "object", "descriptio
 Flag = Annotated[Any, WithJsonSchema({"type": "boolean", "description": "How the prompt of the chat ends."})]
 Effort = Annotated[Any, WithJsonSchema({"type": "string", "description": "Of reasoning: none, low, medium, high, ..."})]
 Suffix = Annotated[Any, WithJsonSchema({"type": "string", "description": "Text behind the gap to be filled."})]
-Label = Annotated[Any, WithJsonSchema({"type": "string", "description": "The caller's own label, for logs."})]
 LabelOfEach = Annotated[Any, WithJsonSchema({"description": "A list of labels, one for each prompt."})]
 
 
@@ -93,54 +92,59 @@ def _max_body_bytes() -> int:
     return getattr(get_current_service(), "body_limit", MAX_BODY_BYTES)
 
 
-class PromptInput(EndpointInput):
-    """One prompt."""
-
-    prompt: Prompt
-    sampling: Sampling = None
-    priority: Priority = 0
-    timeout_s: Seconds = None
-    cache_salt: Salt = None
-    request_id: Label = None
-    deadline_s: Deadline = None
-    ttft_ms: Target = None
-    tpot_ms: Target = None
-    suffix: Suffix = None
+def _options() -> dict[str, Any]:
+    """Return the fields of the options that callers may give, and of the limit of time."""
+    schemas = {name: WithJsonSchema(dict(OPTIONS[name].schema or {})) for name in CALLERS_OPTIONS}
+    made = [(name, (Annotated[Any, schemas[name]], default)) for name, default in CALLERS_OPTIONS.items()]
+    # Why there: the order of the fields is that of a call's positional arguments.
+    return dict([made[0], ("timeout_s", (Seconds, None)), *made[1:]])
 
 
-class ChatInput(EndpointInput):
-    """One conversation."""
-
-    messages: Messages
-    sampling: Sampling = None
-    priority: Priority = 0
-    timeout_s: Seconds = None
-    cache_salt: Salt = None
-    request_id: Label = None
-    deadline_s: Deadline = None
-    ttft_ms: Target = None
-    tpot_ms: Target = None
-    tools: Tools = None
-    tool_choice: ToolChoice = None
-    parallel_tool_calls: Parallel = True
-    chat_template_kwargs: TemplateArguments = None
-    reasoning_effort: Effort = None
-    add_generation_prompt: Flag = None
-    continue_final_message: Flag = None
+PromptInput: Final = create_model(
+    "PromptInput", __base__=EndpointInput, __module__=__name__, __doc__="One prompt.",
+    prompt=(Prompt, ...), sampling=(Sampling, None), **_options(), suffix=(Suffix, None),
+)
+ChatInput: Final = create_model(
+    "ChatInput", __base__=EndpointInput, __module__=__name__, __doc__="One conversation.",
+    messages=(Messages, ...), sampling=(Sampling, None), **_options(), tools=(Tools, None),
+    tool_choice=(ToolChoice, None), parallel_tool_calls=(Parallel, True),
+    chat_template_kwargs=(TemplateArguments, None),
+    reasoning_effort=(Effort, None), add_generation_prompt=(Flag, None), continue_final_message=(Flag, None),
+)
+BatchInput: Final = create_model(
+    "BatchInput", __base__=EndpointInput, __module__=__name__, __doc__="Several prompts of one caller.",
+    prompts=(Prompts, ...), sampling=(SamplingOfEach, None), **{**_options(), "request_id": (LabelOfEach, None)},
+)
 
 
-class BatchInput(EndpointInput):
-    """Several prompts of one caller."""
+@cache
+def _parameters_of(spec: Any) -> Signature:
+    made = [
+        Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, annotation="Any",
+                  default=Parameter.empty if field.is_required() else field.default)
+        for name, field in spec.model_fields.items()
+    ]
+    context = Parameter("ctx", Parameter.POSITIONAL_OR_KEYWORD, annotation="bentoml.Context", default=None)
+    return Signature([*made, context])
 
-    prompts: Prompts
-    sampling: SamplingOfEach = None
-    priority: Priority = 0
-    timeout_s: Seconds = None
-    cache_salt: Salt = None
-    request_id: LabelOfEach = None
-    deadline_s: Deadline = None
-    ttft_ms: Target = None
-    tpot_ms: Target = None
+
+def takes(spec: Any) -> Callable[[F], F]:
+    """Make a decorator: a method of any arguments says that its parameters are an input's fields, and a context."""
+
+    def decorate(method: F) -> F:
+        signature, itself = inspect.signature(method), Parameter("self", Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [itself, *_parameters_of(spec).parameters.values()]
+        method.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return method
+
+    return decorate
+
+
+def arguments_of(spec: Any, given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of such a method by name, defaults among them. Raises ``TypeError`` for others."""
+    bound = _parameters_of(spec).bind(*given, **named)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 class Logprobs(BaseModel):
