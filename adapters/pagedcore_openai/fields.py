@@ -6,6 +6,7 @@ one that means nothing. ``null`` means that a field was not given.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,12 +24,13 @@ DEFAULT_TEMPERATURE: Final = 1.0
 """OpenAI's; the engine's own default is 0."""
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's for text completions; chats and responses may fill the context."""
-_COMMON: Final = ("temperature", "top_p", "seed", "stop", "n", "presence_penalty", "frequency_penalty", "logit_bias")
-"""Sampling parameters with the same name and meaning everywhere."""
-_OF_TOKENS: Final = ("bad_words", "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens",
-                     "truncate_prompt_tokens")
-_EXTRA: Final = ("min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", *_OF_TOKENS)
-"""vLLM's, with the same name and meaning here."""
+_OTHERWISE: Final = {
+    "max_tokens", "top_k", "best_of", "beam_width", "length_penalty", "early_stopping", "logprobs", "prompt_logprobs",
+    "structured", "stop_outside", "bad_words_ids", "logits_processor", "return_logits",
+}
+"""Sampling parameters that bodies say in other words or with other limits, or not at all."""
+_SAME: Final = tuple(one.name for one in dataclasses.fields(SamplingParams) if one.name not in _OTHERWISE)
+"""Those with the same name and meaning: OpenAI's, vLLM's, and every other one."""
 _NOT_WITH_BEAMS: Final = {"temperature": DEFAULT_TEMPERATURE, "top_p": 1.0}
 _OPTIONS: Final = ("model", "stream", "stream_options", "timeout_s", "return_token_ids", *CALLERS_OPTIONS)
 _TOOLS: Final = ("tools", "tool_choice", "parallel_tool_calls")
@@ -116,7 +118,7 @@ def _require_neutral(place: str, name: str, value: Any, neutral: tuple[Any, ...]
                                 _ADVICE.get(name, "Leave it out."))
 
 
-_SAMPLING: Final = {*_COMMON, *_EXTRA, "top_k", "max_tokens", "use_beam_search", "length_penalty", "early_stopping",
+_SAMPLING: Final = {*_SAME, "top_k", "max_tokens", "use_beam_search", "length_penalty", "early_stopping",
                     *_OPTIONS}
 CHAT: Final = Form(
     frozenset({*_SAMPLING, *_TOOLS, *structured.NAMES, "messages", "max_completion_tokens", "logprobs",
@@ -133,11 +135,9 @@ COMPLETION: Final = Form(
      "prompt_embeds": ()},
 )
 RESPONSE: Final = Form(
-    frozenset({"input", "instructions", "previous_response_id", "store", "max_output_tokens", "temperature",
-               "top_p", "top_logprobs", "include",
-               "top_k", "min_p", "repetition_penalty", "seed", "stop", "ignore_eos", "min_tokens", "stop_token_ids",
-               "logit_bias", "text", "reasoning", "truncation", "metadata", *_OF_TOKENS, *_OPTIONS, *_TOOLS}
-              - {"return_token_ids"}),
+    frozenset({"input", "instructions", "previous_response_id", "store", "max_output_tokens", "top_logprobs", "include",
+               "top_k", "text", "reasoning", "truncation", "metadata", *_SAME, *_OPTIONS, *_TOOLS}
+              - {"return_token_ids", "n", "presence_penalty", "frequency_penalty"}),
     {"conversation": (), "prompt": (), "image": (), "moderation": (), "access_programs": (),
      "background": (False,), "background_options": (), "max_tool_calls": (), "context_management": ()},
 )
@@ -232,7 +232,7 @@ def params_of(fields: Mapping[str, Any], **more: Any) -> SamplingParams:
     Raises:
         InvalidRequest: as from ``SamplingParams``.
     """
-    values = {name: fields[name] for name in (*_COMMON, *_EXTRA) if name in fields} | more
+    values = {name: fields[name] for name in _SAME if name in fields} | more
     if (wanted := structured.structured_of(fields)) is not None:
         values["structured"] = wanted
     if type(top_p := fields.get("top_p")) in (int, float) and top_p == 0:

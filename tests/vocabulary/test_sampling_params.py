@@ -289,3 +289,10 @@ def test_the_signature_has_the_fields_and_defaults():
     assert {parameter.kind for parameter in parameters} == {inspect.Parameter.KEYWORD_ONLY}
     fields = {field.name: field.default for field in dataclasses.fields(SamplingParams)}
     assert declared == fields | {"num_beams": None}
+
+
+def test_a_default_is_what_is_stored_of_it() -> None:
+    """Defaults are stored without being checked, so each has to be one that its check accepts and leaves as it is."""
+    for one in dataclasses.fields(SamplingParams):
+        stored = one.metadata["facts"].check(one.name, one.default)
+        assert (type(stored), stored) == (type(one.default), one.default), one.name
