@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -32,8 +32,8 @@ class Targets:
     """Mean time from one token to the next."""
 
     def __post_init__(self) -> None:
-        for name in ("ttft_ms", "tpot_ms"):
-            _LATENCY.check(name, getattr(self, name), rules.invalid_setting)
+        for one in fields(self):
+            _LATENCY.check(one.name, getattr(self, one.name), rules.invalid_setting)
 
     def are_met_by(self, outcome: Outcome) -> bool:
         """Whether a request was completed in time."""

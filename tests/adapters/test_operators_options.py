@@ -15,7 +15,7 @@ from adapters.bentoml.asgi_caller import JSON_TYPE, App, serving
 from adapters.doors import LetterTokenizer
 from pagedcore import AsyncEngine
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import InvalidConfig, InvalidRequest
+from pagedcore.errors import InvalidConfig, InvalidRequest, UnknownParameter
 from pagedcore.request_options import RequestOptions
 from pagedcore_http.salts import Caller
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
@@ -124,6 +124,26 @@ async def test_targets_reach_the_engine_through_every_endpoint_of_a_service(acce
                     refused = await app.call(path, {**body, **wrong})
                     assert next(iter(wrong)) in refused.text
                     assert path == "/stream" or refused.status == 400
+
+
+@pytest.mark.parametrize("name", ["tenant", "weight", "no_such_option"])
+async def test_an_endpoint_of_ones_own_says_no_more_than_a_caller(name: str, accepted: list[RequestOptions]) -> None:
+    """Called in Python, verbs and endpoints of a service take the options of callers only, any of them by position."""
+    with AsyncEngine(make_engine(tokenizer=LetterTokenizer(), scheduling_policy="priority")) as engine:
+        async with serving(engine) as app:
+            accepted.clear()
+            runner: Any = type(app.runner)()
+            given = {name: 2}
+            with pytest.raises(UnknownParameter, match=name):
+                await runner.complete(None, [1], **given)
+            with pytest.raises(UnknownParameter, match=name):
+                await anext(runner.deltas(None, [1], **given))
+            with pytest.raises(TypeError, match=name):
+                await runner.generate([1], **given)
+            assert accepted == []
+            await runner.generate([1], {"max_tokens": 1}, 3, 60.0, "salt", "label")
+    (one,) = accepted
+    assert (one.priority, one.request_id, one.tenant, one.weight) == (3, "label", "", 1.0)
 
 
 @pytest.mark.parametrize("kind", [ChatPagedCore, PagedCoreLLM])
