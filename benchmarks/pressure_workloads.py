@@ -1,6 +1,6 @@
 """Six workloads over a pool for a quarter of what they want, and their mix: what ``memory_pressure.py`` measures.
 
-They differ in what it costs to take blocks away. ``tests/simulation/test_preemption_costs.py`` runs them at fixed
+They differ in what it costs to take blocks away. ``tests/scheduler/test_preemption_costs.py`` runs them at fixed
 prices.
 
 "auto" is compared with habits: always to swap, always to recompute, always to wait. Who always swaps has host memory

@@ -33,7 +33,7 @@ def main() -> int:
     print(f"{len(chosen)} mutants above the scheduler, {len(chosen) - num_alive} killed")
     if args.words or args.search:
         return num_alive
-    below = [sys.executable, "-m", "pytest", "-v", "-m", "", "simulation/test_mutants.py"]
+    below = [sys.executable, "-m", "pytest", "-v", "-m", "", "scheduler_lives/test_mutants.py"]
     return num_alive + subprocess.run(below, cwd=ROOT / "tests", check=False).returncode
 
 

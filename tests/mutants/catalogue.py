@@ -1,6 +1,6 @@
 """Bugs above the scheduler, put in by hand: requests, sessions, serving and doors, each with a test that finds it.
 
-Those below, of blocks, plans and transfers, are in ``simulation/test_mutants.py``.
+Those below, of blocks, plans and transfers, are in ``scheduler_lives/test_mutants.py``.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from pagedcore.recorder.ring import FlightRecorder
 from pagedcore.replay.decisions import Replayed, replay_decisions
 from pagedcore.scheduler import policies, preemption
 from pagedcore.scheduler.policy_guard import make_policy
-from simulation import simulator
-from simulation.engine_simulator import EngineSimulation
+from scheduler_lives import simulator
+from scheduler_lives.engine_simulator import EngineSimulation
 from support.doubles import ToyBackend
 from support.recordings import dumped, lines_of, recorded_life, run_all, toy_engine, write_lines
 from support.torture import first_seed, scaled

@@ -16,7 +16,7 @@ from pagedcore.replay.decisions import replay_decisions
 from pagedcore.replay.lives import Outcome, lives_of, recorded_outcome
 from pagedcore.replay.starting_state import starting_state
 from pagedcore.replay.what_if import WhatIf, changed_order, compare
-from simulation.simulator import Simulation
+from scheduler_lives.simulator import Simulation
 from support.doubles import FakeClock, ToyBackend
 from support.engine_builders import run
 from support.recordings import dumped, recorded_life, run_all, toy_engine

@@ -34,7 +34,7 @@ from pagedcore.scheduler.step_time import StepTimeModel, StepTimes
 from pagedcore.scheduler.swapping import Decision, Swapping
 from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
 from pagedcore.sequence import Sequence
-from simulation.simulator import Simulation
+from scheduler_lives.simulator import Simulation
 from support.doubles import make_scheduler, make_sequence
 
 SETTING = "given to the constructor, and in ``settings_of``"

@@ -11,7 +11,7 @@ from pagedcore import Engine, SamplingParams
 from pagedcore.engine.builder import build_components
 from pagedcore.recorder.recording import Recording, read_recording, write_recording
 from pagedcore.recorder.ring import FlightRecorder
-from simulation.simulator import Simulation
+from scheduler_lives.simulator import Simulation
 from support.doubles import FakeClock, ToyBackend
 
 

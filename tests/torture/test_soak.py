@@ -75,7 +75,7 @@ def test_time_is_shared_in_chunks() -> None:
 
 def test_suites_are_found_and_failures_counted(tmp_path: Path) -> None:
     """Files that scale their cases are suites; a run that fails is a violation, with the seeds that show it again."""
-    assert "tests/simulation/test_engine_simulation.py" in {suite.path for suite in find_suites(["tests"])}
+    assert "tests/scheduler_lives/test_engine_simulation.py" in {suite.path for suite in find_suites(["tests"])}
     path = tmp_path / "test_one.py"
     path.write_text(
         "import os\n\ndef test_one(record_property):\n    record_property('seeds', 7)\n"

@@ -4,7 +4,7 @@
 
 A suite is a file of tests that takes its number of cases from ``support.torture``; where some of its tests have the
 mark ``torture``, those. Each runs once to learn how long its share of ``make test`` takes, then again, scaled to the
-time that is left. Failing seeds of the simulations are kept in tests/simulation/seeds.
+time that is left. Failing seeds of the simulations are kept in tests/scheduler_lives/seeds.
 Ctrl-C ends it with the summary. The exit status is 1 if any case failed.
 """
 

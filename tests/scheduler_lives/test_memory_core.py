@@ -24,7 +24,7 @@ from pagedcore.scheduler.invariants import Snapshot, check, snapshot
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.step_recipe import run_step
 from pagedcore.sequence import Sequence, SequenceStatus
-from simulation.laws import require_lawful_plan, require_true_contents
+from scheduler_lives.laws import require_lawful_plan, require_true_contents
 from support.doubles import FakeClock, ToyBackend, make_scheduler, make_sequence, toy_answer
 
 PROMPTS = st.lists(st.integers(0, 1), min_size=1, max_size=9)

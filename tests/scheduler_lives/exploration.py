@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from pagedcore.scheduler.invariants import check, snapshot
-from simulation.tiny_worlds import LIVE, Event, Key, Life, World
+from scheduler_lives.tiny_worlds import LIVE, Event, Key, Life, World
 
 CLOCK = frozenset({"tick", "learn"})
 """What may happen for ever without a step: a clock that runs while none is taken is no livelock."""

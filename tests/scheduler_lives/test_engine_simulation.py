@@ -15,10 +15,10 @@ from pagedcore.serving import stream
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
 from pagedcore.serving.stream import Stream, StreamReader
 from pagedcore.sessions.session import Session
-from simulation.engine_simulator import EngineSimulation
-from simulation.faults import NAMES
-from simulation.laws import SimulationFailure
-from simulation.simulator import Simulation
+from scheduler_lives.engine_simulator import EngineSimulation
+from scheduler_lives.faults import NAMES
+from scheduler_lives.laws import SimulationFailure
+from scheduler_lives.simulator import Simulation
 from support.torture import first_seed, scaled
 
 Patch = pytest.MonkeyPatch

@@ -1,7 +1,7 @@
 """Every order of events on tiny pools: laws hold, nothing that can run stands still, and every accepted request ends.
 
 What can happen and why states may be merged is in ``tiny_worlds``, what counts as an end in ``exploration``. All that
-``make slow`` visits, as a table with the numbers of states: ``python -m simulation.test_exhaustive``.
+``make slow`` visits, as a table with the numbers of states: ``python -m scheduler_lives.test_exhaustive``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.swapping import Swapping
 from pagedcore.scheduler.waiting_queue import WaitingQueue
 from pagedcore.sequence import Sequence
-from simulation import tiny_worlds
-from simulation.exploration import Endless, explore
-from simulation.tiny_worlds import POLICIES, Requests, World
+from scheduler_lives import tiny_worlds
+from scheduler_lives.exploration import Endless, explore
+from scheduler_lives.tiny_worlds import POLICIES, Requests, World
 
 Patch = pytest.MonkeyPatch
 

@@ -12,9 +12,9 @@ from typing import Any, Final
 import pytest
 
 from pagedcore.scheduler.cost_model import CostModel
-from simulation.exploration import Exploration, explore
-from simulation.test_exhaustive import EQUAL, FOUR, MIXED, NOISY, QUICK, SEPARATE, SLOW, name_of
-from simulation.tiny_worlds import POLICIES, Key, Life, Requests, World, _Names
+from scheduler_lives.exploration import Exploration, explore
+from scheduler_lives.test_exhaustive import EQUAL, FOUR, MIXED, NOISY, QUICK, SEPARATE, SLOW, name_of
+from scheduler_lives.tiny_worlds import POLICIES, Key, Life, Requests, World, _Names
 
 TWO_UNEQUAL: Requests = (3, 1, 0), (1, 3, 1)
 TWO_MIXED: Requests = (1, 2, 0), (2, 2, 1)

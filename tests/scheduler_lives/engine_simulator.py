@@ -4,7 +4,7 @@ What is real: ``AsyncEngine`` and everything below it, asyncio's tasks and futur
 threads, the model, the memories. Callers act between steps and in the middle of them. A run has a phase with faults and
 a phase without, in which everything must end; then the engine must be empty. A failing seed is one command::
 
-    PYTHONPATH=.:kernels:tests python -m simulation.engine_simulator SEED [--faults]
+    PYTHONPATH=.:kernels:tests python -m scheduler_lives.engine_simulator SEED [--faults]
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, QueueTimeout
 from pagedcore.protocols import RaggedRows
 from pagedcore.requests.output_processor import PendingOutput
-from simulation.clients import FAILURES, PROMPT_TOKENS, Client
-from simulation.faults import Faults, RudeObserver, SimBackend, SimTokenizer, silence
-from simulation.laws import SimulationFailure, failure_of, require
-from simulation.one_thread import Turns, one_thread
+from scheduler_lives.clients import FAILURES, PROMPT_TOKENS, Client
+from scheduler_lives.faults import Faults, RudeObserver, SimBackend, SimTokenizer, silence
+from scheduler_lives.laws import SimulationFailure, failure_of, require
+from scheduler_lives.one_thread import Turns, one_thread
 from support.doubles import FakeClock
 
 QUIET_TURNS = 5
@@ -112,7 +112,7 @@ class EngineSimulation:
         except Exception as error:
             when = f"after {len(self.trace)} events"
             raise failure_of(
-                error, when, "simulation.engine_simulator", self.seed, has_faults=self.has_faults
+                error, when, "scheduler_lives.engine_simulator", self.seed, has_faults=self.has_faults
             ) from error
         return self
 

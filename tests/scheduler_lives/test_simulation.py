@@ -13,8 +13,8 @@ from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.scheduler.invariants import check, snapshot
-from simulation.laws import require_true_contents
-from simulation.simulator import Simulation
+from scheduler_lives.laws import require_true_contents
+from scheduler_lives.simulator import Simulation
 from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
 
 SEEDS_PER_TEST = 150

@@ -4,7 +4,7 @@ One seed decides everything: sizes, arrivals, shared beginnings, priorities, abo
 take, faults. There is one thread, no clock that runs by itself and no sleep; two runs of a seed leave the same trace.
 What is in the memories is compared with what the caches say of it. A failing seed is one command::
 
-    PYTHONPATH=.:kernels:tests python -m simulation.simulator SEED [--faults] [--formation] [--policies]
+    PYTHONPATH=.:kernels:tests python -m scheduler_lives.simulator SEED [--faults] [--formation] [--policies]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.policy_view import PolicyView
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus
-from simulation.laws import (
+from scheduler_lives.laws import (
     describe,
     failure_of,
     require,
@@ -244,8 +244,8 @@ class Simulation:
             self._live()
         except Exception as error:
             when = f"after {len(self.trace)} steps"
-            module = "simulation.simulator" + " --formation" * self.has_formation + " --policies" * self.has_policies
-            raise failure_of(error, when, module, self.seed, has_faults=self.has_faults) from error
+            name = "scheduler_lives.simulator" + " --formation" * self.has_formation + " --policies" * self.has_policies
+            raise failure_of(error, when, name, self.seed, has_faults=self.has_faults) from error
         return self
 
     @property

@@ -23,13 +23,13 @@ from pagedcore.errors import (
 )
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.serving.async_session import AsyncSession
-from simulation.faults import Injected, letters
-from simulation.laws import SimulationFailure, require
-from simulation.one_thread import SimLoop
+from scheduler_lives.faults import Injected, letters
+from scheduler_lives.laws import SimulationFailure, require
+from scheduler_lives.one_thread import SimLoop
 from support.doubles import toy_answer
 
 if TYPE_CHECKING:
-    from simulation.engine_simulator import EngineSimulation
+    from scheduler_lives.engine_simulator import EngineSimulation
 
 #: Few different tokens, so that prompts resemble each other.
 PROMPT_TOKENS = 3

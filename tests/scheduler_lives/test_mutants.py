@@ -25,8 +25,8 @@ from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.scheduler.swapping import Swapping
 from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
 from pagedcore.sequence import Sequence, SequenceStatus
-from simulation.laws import SimulationFailure
-from simulation.simulator import Simulation
+from scheduler_lives.laws import SimulationFailure
+from scheduler_lives.simulator import Simulation
 
 #: Lives per mutant at most, half of them with faults; most are found within ten.
 NUM_SEEDS = 300
@@ -463,7 +463,7 @@ def live(num_seeds: int, *, first_seed: int = 0, has_formation: bool = False) ->
 def test_the_simulation_finds_mutants_of_batch_formation(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     """The same for gates and phases, which are drawn for these lives."""
     mutant(monkeypatch)
-    with pytest.raises(SimulationFailure, match=r"python -m simulation\.simulator --formation \d+"):
+    with pytest.raises(SimulationFailure, match=r"python -m scheduler_lives\.simulator --formation \d+"):
         live(NUM_SEEDS, has_formation=True)
 
 
@@ -471,7 +471,7 @@ def test_the_simulation_finds_mutants_of_batch_formation(mutant: Callable[[Patch
 def test_the_simulation_finds_every_mutant(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     """A bug of this kind cannot live through the ordinary test run; the failure names the command."""
     mutant(monkeypatch)
-    with pytest.raises(SimulationFailure, match=r"python -m simulation\.simulator \d+"):
+    with pytest.raises(SimulationFailure, match=r"python -m scheduler_lives\.simulator \d+"):
         live(NUM_SEEDS, first_seed=SEED_OF_HOLDERS if mutant is holders_never_asked else 0)
 
 
