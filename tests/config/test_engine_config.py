@@ -99,29 +99,33 @@ REFUSED = {
 }
 
 
-def cases(table):
-    """Pairs of a field and a value."""
-    return [(name, value) for name in table for value in table[name]]
-
-
 def test_every_field_is_tested():
     """The tables above name exactly the fields."""
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     assert names == ACCEPTED.keys() == REFUSED.keys()
 
 
-@pytest.mark.parametrize(("name", "value"), cases(ACCEPTED))
-def test_values_within_range_are_kept(name, value):
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_values_within_range_are_kept(name):
     """A value within its range is stored as given."""
-    assert getattr(EngineConfig(**{name: value}), name) == value
+    for value in ACCEPTED[name]:
+        assert getattr(EngineConfig(**{name: value}), name) == value
 
 
-@pytest.mark.parametrize(("name", "value"), cases(REFUSED))
-def test_values_out_of_range_are_refused_by_name(name, value):
+@pytest.mark.parametrize("name", REFUSED)
+def test_values_out_of_range_are_refused_by_name(name):
     """Any other value is an InvalidConfig whose message begins with the field's name."""
-    with pytest.raises(InvalidConfig) as refusal:
+    for value in REFUSED[name]:
+        assert message_about(name, value).startswith(f"{name}: got "), value
+
+
+def message_about(name, value):
+    """Return how a value of a field is refused, or nothing if it is not."""
+    try:
         EngineConfig(**{name: value})
-    assert str(refusal.value).startswith(f"{name}: got ")
+    except InvalidConfig as refusal:
+        return str(refusal)
+    return ""
 
 
 def test_messages_do_not_repeat_text():

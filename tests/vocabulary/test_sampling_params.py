@@ -91,19 +91,31 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in ACCEPTED for value in ACCEPTED[name]])
-def test_values_up_to_the_limit_are_accepted(name, value):
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_values_up_to_the_limit_are_accepted(name):
     """Every value within its range makes parameters."""
-    assert isinstance(SamplingParams(**{name: value}), SamplingParams)
+    for value in ACCEPTED[name]:
+        assert isinstance(SamplingParams(**{name: value}), SamplingParams)
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in REFUSED for value in REFUSED[name][1]])
-def test_values_beyond_the_limit_are_refused(name, value):
+@pytest.mark.parametrize("name", REFUSED)
+def test_values_beyond_the_limit_are_refused(name):
     """Every value out of range or of a wrong type is refused with its field's error, which names the field."""
-    with pytest.raises(REFUSED[name][0]) as refusal:
+    error, values = REFUSED[name]
+    for value in values:
+        refusal = refusal_of(name, value)
+        assert type(refusal) is error, value
+        assert refusal.what == name
+        assert str(refusal).startswith(f"{name}: got ")
+
+
+def refusal_of(name, value):
+    """Return what refuses a value of a field, or None."""
+    try:
         SamplingParams(**{name: value})
-    assert refusal.value.what == name
-    assert str(refusal.value).startswith(f"{name}: got ")
+    except errors.PagedcoreError as refusal:
+        return refusal
+    return None
 
 
 @pytest.mark.parametrize("token_id", [-1, limits.MAX_COUNT + 1, True, 1.0, "1", None, np.int64(1), 10**400])
