@@ -183,30 +183,30 @@ def test_int8_pools_hide_no_number_that_is_none(dtype: torch.dtype, name: str, n
 
 def test_rows_of_nothing_are_zeros_in_int8() -> None:
     """K of zeros has scores of zero, and V of zeros or below 2**-100 adds nothing: scales of zero divide nothing."""
-    shape = Shape(2, 1, 16, 16, 16, F32, is_int8=True)
+    shape = SHAPES[11]
     tokens = Tokens.random(shape, 40, seed=1)
     tokens.key[:20] = 0
     tokens.value[5] = 0
     tokens.value[6] = 2.0**-101
-    rows = Rows([(40, 40)], random_tables([(40, 40)], 16, 3, seed=2), 16)
-    output = run(NumbaCpuAttention(shape.layout, nan_pool(shape.layout, 3)), rows, [tokens], shape)
+    rows = Rows([(40, 40)], random_tables([(40, 40)], 4, 10, seed=2), 4)
+    output = run(NumbaCpuAttention(shape.layout, nan_pool(shape.layout, 10)), rows, [tokens], shape)
     assert_close(output, expected(rows, [tokens], shape))
     mean = torch.from_numpy(rounded_to_int8(tokens.value[:20])).mean(0).float()
-    torch.testing.assert_close(output[19], mean.expand(2, -1))
+    torch.testing.assert_close(output[19], mean.expand(3, -1))
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**6), st.sampled_from([1e-28, 1e-6, 1.0, 1e4, 1e36]), st.sampled_from([F32, BF16]))
-def test_int8_pools_hold_the_nearest_multiple_of_a_127th(seed: int, size: float, dtype: torch.dtype) -> None:
+@given(st.integers(0, 10**6), st.sampled_from([1e-28, 1e-6, 1.0, 1e4, 1e36]), st.sampled_from(SHAPES[11:13]))
+def test_int8_pools_hold_the_nearest_multiple_of_a_127th(seed: int, size: float, shape: Shape) -> None:
     """What is stored of a row is at most half a scale away, the largest is kept to its last bits, and so are signs."""
-    shape = Shape(1, 2, 20, 40, 8, dtype, is_int8=True)
     tokens = Tokens.random(shape, 9, seed)
-    rows = Rows([(9, 9)], random_tables([(9, 9)], 8, 2, seed), 8)
+    block_size, num_blocks = shape.block_size, -(-9 // shape.block_size)
+    rows = Rows([(9, 9)], random_tables([(9, 9)], block_size, num_blocks, seed), block_size)
     tokens.key.mul_(size)
-    pool = nan_pool(shape.layout, 2)
+    pool = nan_pool(shape.layout, num_blocks)
     run(NumbaCpuAttention(shape.layout, pool), rows, [tokens], shape)
     for position in range(9):
-        block, offset = rows.block_tables[0][position // 8], position % 8
+        block, offset = rows.block_tables[0][position // block_size], position % block_size
         scale = shape.layout.key_scales(pool, LAYER)[block, :, offset].double()
         held = shape.layout.key_view(pool, LAYER)[block, :, :, offset].double() * scale[:, None]
         exact = tokens.key[position].double()

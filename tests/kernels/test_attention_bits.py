@@ -32,8 +32,10 @@ SHAPES = [
     Shape(40, 1, 24, 12, 8, torch.float32),
     Shape(3, 1, 12, 8, 4, torch.bfloat16),
     Shape(7, 2, 64, 64, 32, torch.bfloat16, is_int8=True),
-    Shape(5, 1, 12, 20, 8, torch.float32, is_int8=True),
+    Shape(3, 1, 12, 8, 4, torch.float32, is_int8=True),
+    Shape(2, 3, 80, 96, 1, torch.bfloat16, is_int8=True),
 ]
+"""Of those in ``test_attention``, because each takes seconds to compile."""
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"window": 100},
@@ -141,24 +143,38 @@ def test_batch_mates_and_their_order_change_no_bit(shape: Shape) -> None:
             assert same_bits(part, alone[i])
 
 
-@pytest.mark.parametrize("is_int8", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_block_size_changes_no_bit(dtype: torch.dtype, is_int8: bool) -> None:
+def pools_of(dtype: torch.dtype, is_int8: bool, *sizes: int, marks: Any = ()) -> Any:
+    """Pools that differ in nothing but the size of their blocks. Each size takes seconds to compile."""
+    name = f"{dtype}{'-int8' * is_int8}-{sizes}"
+    return pytest.param([Shape(3, 2, 24, 20, size, dtype, is_int8) for size in sizes], id=name, marks=marks)
+
+
+@pytest.mark.parametrize("shapes", [
+    pools_of(torch.float32, False, 1, 16), pools_of(torch.bfloat16, False, 4, 32), pools_of(torch.float32, True, 1, 16),
+    pools_of(torch.bfloat16, True, 4, 16),
+    *(pools_of(dtype, is_int8, 1, 4, 16, 32, marks=pytest.mark.slow)
+      for dtype in (torch.float32, torch.bfloat16) for is_int8 in (False, True)),
+])  # fmt: skip
+def test_block_size_changes_no_bit(shapes: list[Shape]) -> None:
     """Pools of other block sizes give the same bits."""
-    shapes = [Shape(3, 2, 24, 20, size, dtype, is_int8) for size in (1, 4, 16, 32)]
     tokens = sharp(shapes[0], LENGTH, seed=1)
     outputs = [in_steps(shape, tokens, [LENGTH - 3, 1, 2], seed=2, window=200) for shape in shapes]
     for output in outputs[1:]:
         assert same_bits(output, outputs[0])
 
 
-@pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[6]], ids=str)
-@pytest.mark.parametrize("budget", [3, 6, 16])
+@pytest.mark.parametrize(("budget", "shape"), [
+    (3, SHAPES[3]), (6, SHAPES[6]),
+    *(pytest.param(budget, shape, marks=pytest.mark.slow)
+      for budget, shape in ((6, SHAPES[3]), (16, SHAPES[3]), (3, SHAPES[6]), (16, SHAPES[6]))),
+], ids=str)  # fmt: skip
 def test_number_of_registers_changes_no_bit(budget: int, shape: Shape) -> None:
     """A kernel cut for a machine with fewer vector registers gives the same bits."""
     tokens = sharp(shape, LENGTH, seed=1)
-    rows = Rows([(LENGTH, LENGTH)], random_tables([(LENGTH, LENGTH)], shape.block_size, 80, seed=2), shape.block_size)
-    backend = new_backend(shape, 80)
+    num_blocks = -(-LENGTH // shape.block_size) + 2
+    tables = random_tables([(LENGTH, LENGTH)], shape.block_size, num_blocks, seed=2)
+    rows = Rows([(LENGTH, LENGTH)], tables, shape.block_size)
+    backend = new_backend(shape, num_blocks)
     usual = run(backend, rows, [tokens], shape)
     own = Variant.choose(
         shape.group, shape.key_size, shape.value_size, shape.block_size, shape.dtype == torch.bfloat16, budget,

@@ -118,12 +118,13 @@ def test_products(dtype: torch.dtype, bits: int, kind: str) -> None:
     """Each output is the float64 product within float32's error of the sum and one rounding to bfloat16."""
     for shape in SHAPES:
         weight = weight_of(bits, shape, kind, dtype=dtype)
+        exact = weight.exact
         products = [(weight.product(dtype), weight.bias.double()), (weight.product(dtype, bias=False), torch.zeros(1))]
         for num_rows in (0, 1, 2, 3, 4, 5, 17, 64, 65, 131):
             rows = rows_of(num_rows, shape[1], dtype)
             for product, bias in products:
-                expected = rows.double() @ weight.exact.T + bias
-                magnitude = rows.double().abs() @ weight.exact.abs().T + bias.abs()
+                expected = rows.double() @ exact.T + bias
+                magnitude = rows.double().abs() @ exact.abs().T + bias.abs()
                 actual = product(rows)
                 assert (actual.dtype, actual.shape) == (dtype, expected.shape)
                 rounding = 2**-8 * expected.abs() if dtype == torch.bfloat16 else 0
@@ -228,8 +229,7 @@ from kernels.test_matmul_grouped import SHAPES, rows_of, weight_of
 from pagedcore_kernels.cpu.matmul.packed_grouped import form_of_grouped_product
 
 digest = hashlib.sha256()
-for dtype, bits, kind in ((torch.float32, 4, "least"), (torch.float32, 8, "zeros"), (torch.bfloat16, 4, "zeros"),
-                          (torch.float32, 4, "nf4")):
+for dtype, bits, kind in CASES:
     for shape in SHAPES[2:6]:
         product, rows = weight_of(bits, shape, kind).product(dtype), rows_of(9, shape[1], dtype)
         whole = product(rows)
@@ -240,12 +240,18 @@ print(form_of_grouped_product(torch.bfloat16), digest.hexdigest())
 
 
 @pytest.mark.skipif(not features.has_wide_vectors(), reason="no vectors of 512 bits")
-def test_other_processors_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cases", [
+    '(torch.bfloat16, 4, "zeros"), (torch.float32, 4, "nf4")',
+    # Why: each kernel is compiled twice, for seconds.
+    pytest.param('(torch.float32, 4, "least"), (torch.float32, 8, "zeros")', marks=pytest.mark.slow),
+])
+def test_other_processors_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch, cases: str) -> None:
     """Vectors of 256 and of 512 bits, tables and shifts: rows of float32, and of bfloat16 that is widened."""
     tests = os.fspath(Path(__file__).parents[1])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, *sys.path]))
-    wide = on_another_processor("skylake-avx512", "amx", "avx512bf16", "avx512fp16", "avx10", program=OTHER_PROCESSOR)
-    narrow = on_another_processor("haswell", "amx", "avx512", "avx10", "evex512", program=OTHER_PROCESSOR)
+    program = OTHER_PROCESSOR.replace("CASES", cases)
+    wide = on_another_processor("skylake-avx512", "amx", "avx512bf16", "avx512fp16", "avx10", program=program)
+    narrow = on_another_processor("haswell", "amx", "avx512", "avx10", "evex512", program=program)
     assert wide.startswith(str(SINGLES))
     assert narrow == wide
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -201,6 +202,64 @@ def test_helpers_hardly_spin_while_they_lose_their_cores_with_work_in_hand(team:
     assert team.counters().spin_ns == 1_000_000
 
 
+NURSERY = """
+import json, os, sys
+import kernels.runtime.test_team
+for line in sys.stdin:
+    words, own = json.loads(line), os.fork()
+    if own == 0:
+        for number, path in enumerate(words[:2], start=1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(own, 0)[1]), flush=True)
+else:
+    os._exit(0)
+sys.argv[1:] = words[3:]
+exec(compile(words[2], "<program>", "exec"))
+"""
+"""Runs each program that it reads in a fork of itself, which has imported what takes seconds, and ends as any process
+does."""
+
+
+class Apart:
+    """Programs in processes of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._nursery = subprocess.Popen(
+            [sys.executable, "-c", NURSERY], env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+
+    def run(self, code: str, *words: str) -> None:
+        """Run a program, which has to end well; what it says on stderr is in the failure."""
+        assert self.outcome(code, *words)[::2] == (0, "")
+
+    def outcome(self, code: str, *words: str) -> tuple[int, str, str]:
+        """Return exit status, stdout and stderr of a program."""
+        assert self._nursery.stdin is not None
+        assert self._nursery.stdout is not None
+        paths = [self._folder / name for name in ("out", "err")]
+        for path in paths:
+            path.unlink(missing_ok=True)
+        self._nursery.stdin.write(json.dumps([*map(str, paths), code, *words]) + "\n")
+        self._nursery.stdin.flush()
+        status = int(self._nursery.stdout.readline())
+        out, err = (path.read_text() for path in paths)
+        return status, out, err
+
+    def close(self) -> None:
+        """End."""
+        self._nursery.communicate()
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    one = Apart(tmp_path_factory.mktemp("apart"))
+    yield one
+    one.close()
+
+
 class Attributes(ctypes.Structure):
     """``struct sched_attr`` of Linux."""
 
@@ -242,9 +301,9 @@ if child:
 
 @pytest.mark.skipif(call_numbers() is None, reason="the numbers of Linux's system calls are not known here")
 @pytest.mark.parametrize("policy", ["os.SCHED_OTHER", "os.SCHED_BATCH", "os.SCHED_IDLE"])
-def test_helpers_ask_for_short_slices_and_nothing_else(policy: str) -> None:
+def test_helpers_ask_for_short_slices_and_nothing_else(apart: Apart, policy: str) -> None:
     """Policy and niceness are the host's, and so are its other threads, also in a host that yields to all others."""
-    run_apart(SLICES.replace("{policy}", policy))
+    apart.run(SLICES.replace("{policy}", policy))
 
 
 @linux_only
@@ -388,18 +447,10 @@ print("last line")
 
 
 @pytest.mark.parametrize("what", ["sleeps", "computes", "hangs"])
-def test_the_interpreter_ends(what: str) -> None:
+def test_the_interpreter_ends(apart: Apart, what: str) -> None:
     """A process ends cleanly while helpers sleep, while another thread computes, and while a helper hangs."""
     code = END.replace("team.END_TIMEOUT_S = 0.2", "team.Team.close.__defaults__ = (0.2,)")
-    done = subprocess.run([sys.executable, "-c", code, what], env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "last line\n", "")
-
-
-def run_apart(code: str) -> None:
-    """Run ``code`` in a process of its own, which has to end well."""
-    environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+    assert apart.outcome(code, what) == (0, "last line\n", "")
 
 
 FORK = """
@@ -471,17 +522,17 @@ assert os.sched_getaffinity(number) == os.sched_getaffinity(0)
 
 
 @linux_only
-def test_a_forked_child_leaves_its_parents_helpers_alone() -> None:
+def test_a_forked_child_leaves_its_parents_helpers_alone(apart: Apart) -> None:
     """An engine that a child inherits computes there without touching threads of the parent."""
-    run_apart(TOUCH)
+    apart.run(TOUCH)
 
 
 @linux_only
-def test_a_forked_child_places_its_own_helpers() -> None:
+def test_a_forked_child_places_its_own_helpers(apart: Apart) -> None:
     """Also when the parent was placing one in the moment of the fork."""
-    run_apart(PLACED_FORK)
+    apart.run(PLACED_FORK)
 
 
-def test_a_forked_child_has_helpers_of_its_own() -> None:
+def test_a_forked_child_has_helpers_of_its_own(apart: Apart) -> None:
     """After a fork both processes compute with helpers, and both end cleanly."""
-    run_apart(FORK)
+    apart.run(FORK)
