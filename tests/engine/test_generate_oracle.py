@@ -11,8 +11,15 @@ from pagedcore.sampling_params import SamplingParams
 from support.families import FAMILIES, tiny_model
 from support.generate_oracle import NUM_TOKENS, generate_alone, make_prompts
 
+_EACH_TIME = 3
+"""`make test` takes every third architecture; `make slow` takes all. The logits of each are compared in
+``models/families``, every time."""
 
-@pytest.mark.parametrize("family", FAMILIES)
+
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=[pytest.mark.slow] if place % _EACH_TIME else [])
+    for place, family in enumerate(FAMILIES)
+])
 def test_greedy_tokens_are_those_of_generate(family: str) -> None:
     """Chunked, in company and under preemption, greedy tokens are identical to ``model.generate`` alone."""
     model = tiny_model(family)

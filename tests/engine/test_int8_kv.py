@@ -61,7 +61,8 @@ def test_a_pool_in_int8_has_nearly_twice_the_blocks_of_bfloat16() -> None:
     num_blocks = {}
     for dtype, kv_cache_dtype in (("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "int8"), ("float32", "int8")):
         model = tiny_model("llama", hidden_size=256, num_hidden_layers=2)
-        settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "kv_cache_memory": 2**22}
+        settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "kv_cache_memory": 2**22,
+                    "attention_backend": "reference", "block_size": 16}
         with Engine.from_pretrained(model, **settings) as engine:
             stats, backend = engine.stats(), engine._runner.backend
             num_blocks[dtype, kv_cache_dtype] = stats.num_blocks

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import pytest
 import torch
@@ -51,6 +51,7 @@ SAMPLED: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_p": 0.9},
 ]
 Question: TypeAlias = tuple[list[int], SamplingParams]
+Way = TypeVar("Way")
 
 
 class Answer(NamedTuple):
@@ -65,6 +66,8 @@ class Answer(NamedTuple):
 class Case(NamedTuple):
     """A model of one kind in one number format, and what its requests and conversations answer alone."""
 
+    number: int
+    """Its place among all."""
     backend: TransformersModel
     rebuild: Callable[[], TransformersModel]
     alone: list[Answer]
@@ -159,7 +162,17 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     assert backend.is_schedule_invariant, backend.variable_part
     firsts = alone(backend, [(FIRST, params) for params in TALKS])
     seconds = [([*FIRST, *one.token_ids, *SECOND], params) for one, params in zip(firsts, TALKS, strict=True)]
-    return Case(backend, rebuild, alone(backend, questions()), alone(backend, seconds))
+    return Case(FORMATS.index(request.param), backend, rebuild, alone(backend, questions()), alone(backend, seconds))
+
+
+each_third = pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.slow) for third in (1, 2))])
+"""The ways of each case in three parts, of which `make test` takes one: every way with every third case, every case
+with every third way."""
+
+
+def part_of(ways: dict[str, Way], case: Case, third: int) -> Iterator[tuple[str, Way]]:
+    """The ways of one third."""
+    return ((name, way) for place, (name, way) in enumerate(ways.items()) if (place + case.number) % 3 == third)
 
 
 # --- requests ---
@@ -189,20 +202,20 @@ WAYS: dict[str, tuple[dict[str, Any], Evidence]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_requests_answer_with_the_same_bytes_as_alone(case: Case, way: str) -> None:
+@each_third
+def test_requests_answer_with_the_same_bytes_as_alone(case: Case, third: int) -> None:
     """Company, order, chunks, kinds of preemption and threads change no bit, nor does what the cache has the second
     time.
     """
-    settings, has_happened = WAYS[way]
-    with lab_of(case.backend, **settings) as lab:
-        assert ask(lab, questions()[::-1])[::-1] == case.alone
-        assert has_happened(lab.engine.stats()), lab.engine.stats()
-        before = lab.engine.stats().num_cached_tokens
-        assert ask(lab, questions()) == case.alone
-        assert (lab.engine.stats().num_cached_tokens > before) == (way != "nothing shared")
-        ways = lab.engine._runner._threads._contexts
-        assert max(one.num_threads for one in ways) == settings.get("num_threads", 1)
+    for way, (settings, has_happened) in part_of(WAYS, case, third):
+        with lab_of(case.backend, **settings) as lab:
+            assert ask(lab, questions()[::-1])[::-1] == case.alone, way
+            assert has_happened(lab.engine.stats()), (way, lab.engine.stats())
+            before = lab.engine.stats().num_cached_tokens
+            assert ask(lab, questions()) == case.alone, way
+            assert (lab.engine.stats().num_cached_tokens > before) == (way != "nothing shared"), way
+            contexts = lab.engine._runner._threads._contexts
+            assert max(one.num_threads for one in contexts) == settings.get("num_threads", 1)
 
 
 def test_a_restarted_engine_answers_with_the_same_bytes(case: Case) -> None:
@@ -278,14 +291,14 @@ TALK_WAYS: dict[str, tuple[Talk, bool]] = {
 }
 
 
-@pytest.mark.parametrize("way", TALK_WAYS)
-def test_a_conversation_goes_on_with_the_bytes_of_a_request_alone(case: Case, way: str, tmp_path: Path) -> None:
+@each_third
+def test_a_conversation_goes_on_with_the_bytes_of_a_request_alone(case: Case, third: int, tmp_path: Path) -> None:
     """However its KV was kept or lost, a second turn is that of one request with all of the conversation's tokens."""
-    happen, is_found = TALK_WAYS[way]
-    for number, params in enumerate(TALKS):
-        with lab_of(case.backend, num_kv_blocks=8, **HOST) as lab:
-            session = lab.engine.session(params)
-            session.ask(FIRST)
-            output = happen(lab, session, tmp_path / f"{number}.json").ask(SECOND)
-            assert answer_of(output.outputs[0])[:2] == case.turns[number][:2]
-            assert (output.num_cached_tokens > 0) == is_found
+    for way, (happen, is_found) in part_of(TALK_WAYS, case, third):
+        for number, params in enumerate(TALKS):
+            with lab_of(case.backend, num_kv_blocks=8, **HOST) as lab:
+                session = lab.engine.session(params)
+                session.ask(FIRST)
+                output = happen(lab, session, tmp_path / f"{way} {number}.json").ask(SECOND)
+                assert answer_of(output.outputs[0])[:2] == case.turns[number][:2], way
+                assert (output.num_cached_tokens > 0) == is_found, way

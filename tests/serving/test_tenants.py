@@ -81,8 +81,10 @@ async def transcript(secret: tuple[int, ...], salts: tuple[Any, Any], num_kv_blo
         return await guess_all(lambda prompt: look(served, backend, prompt, salts[1]))
 
 
-@pytest.mark.parametrize("num_kv_blocks", POOLS)
-@pytest.mark.parametrize("salts", SALTS)
+@pytest.mark.parametrize(("salts", "num_kv_blocks"), [
+    pytest.param(salts, num_kv_blocks, marks=[pytest.mark.slow] if (row + column) % 2 else [])
+    for row, salts in enumerate(SALTS) for column, num_kv_blocks in enumerate(POOLS)
+])
 async def test_a_guess_of_another_tenants_prompt_shows_nothing(salts: tuple[Any, Any], num_kv_blocks: int) -> None:
     """Every figure of every output, the number of deltas, and the steps taken are the same whatever the secret was."""
     seen = await transcript(SECRET, salts, num_kv_blocks)

@@ -108,7 +108,9 @@ def test_experts_of_a_layer_are_alike(family: str) -> None:
     assert layers.union(*experts, *downs) - chosen.keys() == downs[1]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("family", [
+    "gpt2", "gpt_oss", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe", "qwen3_moe")),
+])
 def test_the_choice_is_what_is_computed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where all layers are chosen to be of one scheme, log-probabilities are those of that scheme, to the bit: matrices
     that are transposed, experts with biases and interleaved gates included."""

@@ -139,7 +139,9 @@ def test_experts_may_be_numbers(tmp_path: Path) -> None:
     assert np.abs(scores_of(tmp_path) - scores_of_transformers(model)).max() < 2e-3
 
 
-@pytest.mark.parametrize("kind", ["ct-w8a8", "awq", "gptq-order", "bnb-nf4", "bnb-int8"])
+@pytest.mark.parametrize("kind", [
+    "ct-w8a8", "gptq-order", *(pytest.param(name, marks=pytest.mark.slow) for name in ("awq", "bnb-nf4", "bnb-int8")),
+])
 def test_bfloat16_is_near(kind: str, tmp_path: Path) -> None:
     """Rows in bfloat16 give nearly the same; the number format does not change the quantised weights."""
     wanted = scores_of_transformers(write_checkpoint(tmp_path, kind))
