@@ -50,8 +50,11 @@ def test_a_model_without_limits_given_is_sized_as_an_engine_without_settings() -
         assert (report.num_blocks, report.kv_bytes) == (engine.stats().num_blocks, engine.stats().kv_bytes)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "kv_cache_dtype"), [
+    # Why: the kernels of each pair are compiled for its engine, for seconds.
+    pytest.param(name, dtype, marks=[pytest.mark.slow] if (row + column) % 2 else [])
+    for row, name in enumerate(SHAPES) for column, dtype in enumerate(("auto", "int8"))
+])
 def test_padding_and_uneven_layers_are_in_the_sum(name: str, kv_cache_dtype: str, tmp_path: Path) -> None:
     """Layers are counted one by one: the sum is the engine's also where the short formula does not hold."""
     family, changes = SHAPES[name]

@@ -18,6 +18,9 @@ from scheduler_lives.simulator import Simulation
 from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
 
 SEEDS_PER_TEST = 150
+each_range = pytest.mark.parametrize("first_seed", [
+    pytest.param(seed, marks=[pytest.mark.slow] if seed >= 450 else []) for seed in range(0, 1050, SEEDS_PER_TEST)
+])
 #: Not among them: blocks taken from a loaded sequence that waits, one life in 300; test_plan makes that happen.
 KINDS_OF_TROUBLE = {
     "swap", "shrink", "recompute", "reused", "evicted", "swapped out", "swapped in", "failed transfer", "hung",
@@ -26,14 +29,14 @@ KINDS_OF_TROUBLE = {
 }
 
 
-@pytest.mark.parametrize("first_seed", range(0, 1050, SEEDS_PER_TEST))
+@each_range
 def test_every_request_gets_the_completion_it_would_get_alone(first_seed: int) -> None:
     """Sharing, eviction, swapping, preemption, aborts and continuations change no token and lose no block."""
     for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
         Simulation(seed).run()
 
 
-@pytest.mark.parametrize("first_seed", range(0, 1050, SEEDS_PER_TEST))
+@each_range
 def test_faults_stay_with_those_they_concern(first_seed: int) -> None:
     """The same with failing steps and transfers, unusable rows and departures in flight: others are not affected."""
     for seed in range(first_seed, first_seed + SEEDS_PER_TEST):
