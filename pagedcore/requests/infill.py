@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from pagedcore.config.limits import MAX_TEXT_BYTES_PER_TOKEN
 from pagedcore.errors import InvalidPrompt, InvalidSampling
-from pagedcore.requests.validation import validate_text
+from pagedcore.requests.validation import count_text_bytes
 from pagedcore.sampling_params import SamplingParams
 
 
@@ -55,12 +56,13 @@ def encode_infill(
 
     Raises:
         InvalidPrompt: the model has no such prompts, or reads a text in one way only.
-        InvalidText: the texts are no UTF-8, or more than could fit.
+        InvalidText: a text is no UTF-8, or both are more than could fit.
         InvalidSampling: the prompt is to be truncated, which would take its marks away.
     """
     if params.truncate_prompt_tokens is not None:
         raise InvalidSampling("truncate_prompt_tokens", params.truncate_prompt_tokens, "None with a suffix")
-    validate_text(prompt.prefix + prompt.suffix, max_model_len)
+    room = MAX_TEXT_BYTES_PER_TOKEN * max_model_len
+    count_text_bytes("suffix", prompt.suffix, room - count_text_bytes("text", prompt.prefix, room))
     if not isinstance(tokenizer, FillsIn):
         raise InvalidPrompt("suffix", prompt.suffix, "none with this tokenizer, or without one")
     return tokenizer.encode_infill(prompt.prefix, prompt.suffix), tokenizer.infill_end_ids

@@ -21,9 +21,10 @@ from tokenizers import AddedToken
 from adapters.bentoml.asgi_caller import App
 from adapters.bentoml.asgi_caller import serving as serving_bentoml
 from pagedcore import AsyncEngine, Infill, SamplingParams
+from pagedcore.config.limits import MAX_TEXT_BYTES_PER_TOKEN
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling
+from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling, TextTooLong
 from pagedcore.replay.decisions import replay_decisions
 from pagedcore.request_options import NO_OPTIONS
 from pagedcore.tokenizer.quick_tokenizer import read_tokenizer
@@ -131,6 +132,10 @@ async def test_what_no_gap_can_be_in_is_refused_by_name(engine: AsyncEngine) -> 
             Infill("a", wrong)  # type: ignore[arg-type]
         with pytest.raises(InvalidPrompt, match=r"^prompt"):
             Infill(wrong, "a")  # type: ignore[arg-type]
+    most = "x" * (MAX_TEXT_BYTES_PER_TOKEN * engine.stats().max_model_len)
+    for prefix, suffix, named in ((most + "x", "", "text"), ("", most + "x", "suffix"), (most, "x", "suffix")):
+        with pytest.raises(TextTooLong, match=f"^{named}"):
+            engine.submit(Infill(prefix, suffix), params).result(60)
     with pytest.raises(InvalidSampling, match=r"^truncate_prompt_tokens"):
         engine.submit(Infill("a", "b"), SamplingParams(truncate_prompt_tokens=3)).result(60)
     with pytest.raises(InvalidRequest, match="suffix"):
