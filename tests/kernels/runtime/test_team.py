@@ -73,6 +73,12 @@ def count(team: Team, slot: int, num_helpers: int, kernel: Kernel | None = None)
     return bool((numbers == 1).all())
 
 
+def sleeps_alone(team: Team, number: int) -> bool:
+    """Whether the only helper, a thread of this number, sleeps: one that is about to is counted as asleep already."""
+    state = Path(f"/proc/self/task/{number}/stat").read_text().rpartition(")")[2].split()[0]
+    return num_asleep(team) == 1 and state == "S"
+
+
 def thread_ids(team: Team) -> list[int]:
     offsets = [at.HELPERS + i * at.HELPER_BYTES for i in range(team.num_helpers)]
     wait_until(lambda: all(team._read(offset + at.THREAD_ID) for offset in offsets))
@@ -340,7 +346,7 @@ def test_a_placed_helper_stays_off_its_callers_processor_until_it_sleeps(team: T
     count(team, 1, 1)
     (number,) = thread_ids(team)
     for _ in range(5):
-        wait_until(lambda: num_asleep(team) == 1)
+        wait_until(lambda: sleeps_alone(team, number))
         assert os.sched_getaffinity(number) == whole
         team._words[(at.HELPERS + at.NEEDS_PLACING) // 8] = 1
         held = Held(team, 1)
@@ -356,7 +362,7 @@ def test_a_placed_helper_stays_where_somebody_else_puts_it(team: Team) -> None:
     whole = os.sched_getaffinity(0)
     count(team, 1, 1)
     (number,) = thread_ids(team)
-    wait_until(lambda: num_asleep(team) == 1)
+    wait_until(lambda: sleeps_alone(team, number))
     team._words[(at.HELPERS + at.NEEDS_PLACING) // 8] = 1
     held = Held(team, 1)
     wait_until(lambda: held.is_holding)
@@ -364,7 +370,7 @@ def test_a_placed_helper_stays_where_somebody_else_puts_it(team: Team) -> None:
     os.sched_setaffinity(number, given)
     held.release()
     held.caller.join()
-    wait_until(lambda: num_asleep(team) == 1)
+    wait_until(lambda: sleeps_alone(team, number))
     assert os.sched_getaffinity(number) == given
 
 

@@ -223,7 +223,8 @@ print((status() - before) * 1024)
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("/no/such/directory", "no directory, and no hub id"), ("./no-such", "check the path"), ("../x", "check the path"),
+    ("/no/such/directory", "no directory, and no hub id"), ("./no-such", "check the path"),
+    ("../no-such-model", "check the path"),
     ("~/models/llama", "expanduser"), ("", "no directory"), ("C:\\\\models", "no directory"),
     ("https://example.org/owner/name", "owner/name"), ("a/b/c", "owner/name"),
 ])
