@@ -283,8 +283,9 @@ def own_names(settings: Mapping[str, Any], others: Iterable[str] = ()) -> dict[s
     for given, value in settings.items():
         name = _ALIASES.get(given, given)
         if name not in _KNOWN:
-            advice = _OF_OTHERS.get(given) or did_you_mean(given, [*_KNOWN, *_ALIASES, *others])
-            known = ", ".join(_KNOWN)
+            if given in _OF_OTHERS:
+                raise InvalidConfig(f"unknown setting {given!r}. {_OF_OTHERS[given]}")
+            advice, known = did_you_mean(given, [*_KNOWN, *_ALIASES, *others]), ", ".join(_KNOWN)
             raise InvalidConfig(f"unknown setting {describe_name(given)}, known are {known}. {advice}".rstrip())
         if name in named and named[name] != value:
             raise InvalidConfig(f"{name}: got two values, its own and another one as an alias; give one of them.")

@@ -196,7 +196,7 @@ def test_four_times_as_many_may_wait_as_run_unless_said():
 ])
 def test_settings_of_other_engines_say_what_there_is_instead(name, advice):
     """A sentence says it; a setting that it names is one, with a value that is taken."""
-    with pytest.raises(InvalidConfig, match=rf"unknown setting '{name}', known are .*\. [A-Z].*{advice}.*\.$"):
+    with pytest.raises(InvalidConfig, match=rf"^unknown setting '{name}'\. [A-Z].*{advice}.*\.$"):
         EngineConfig(**{name: 1})
     if "=" in advice:
         setting, _, value = advice.partition("=")
