@@ -24,7 +24,6 @@ from adapters.doors import (
     raise_refusal,
 )
 from pagedcore.config.engine_config import EngineConfig
-from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidRequest, UnknownParameter
 from pagedcore.recorder.state import sequence_of
 from pagedcore.request_options import RequestOptions
@@ -36,6 +35,7 @@ from pagedcore.simulation.replica import SimulatedModel
 from pagedcore.simulation.simulator import SimulatedEngine, simulate
 from pagedcore.simulation.workload import SimulatedRequest, own_segment
 from pagedcore_bentoml.wire import BatchInput, ChatInput, PromptInput
+from support.accepted import note_accepted
 from support.engine_builders import make_engine
 from support.recordings import lines_of, toy_engine
 
@@ -80,13 +80,8 @@ DOORS = (*ASYNC_ENGINE, *GENERATOR, *LANGCHAIN, *HTTP, by_endpoint_of_a_subclass
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What an engine accepts."""
-    found, accept = list[Any](), Engine.accept
-
-    def accept_and_note(self: Engine, processed: Any, *given: Any, **more: Any) -> Any:
-        found.append(processed)
-        return accept(self, processed, *given, **more)
-
-    monkeypatch.setattr(Engine, "accept", accept_and_note)
+    found = list[Any]()
+    note_accepted(monkeypatch, found.append)
     return found
 
 

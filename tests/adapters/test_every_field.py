@@ -28,7 +28,6 @@ from pydantic import ValidationError
 from adapters.bentoml.asgi_caller import App
 from adapters.bentoml.asgi_caller import serving as serving_bentoml
 from pagedcore import AsyncEngine, SamplingParams
-from pagedcore.engine.engine import Engine
 from pagedcore.errors import PagedcoreError
 from pagedcore.request_options import OptionKeywords
 from pagedcore_bentoml.wire import BatchInput, ChatInput, PromptInput
@@ -37,6 +36,7 @@ from pagedcore_langchain.settings import OF_REMOTE_MODELS as OF_OTHER_MODELS
 from pagedcore_langchain.tools import OF_TOOLS
 from pagedcore_openai import fields as openai_fields
 from pagedcore_openai import openai_app
+from support.accepted import note_accepted
 from support.scripted_model import TEMPLATES, scripted_engine
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -95,13 +95,8 @@ class House:
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What an engine accepts."""
-    found, accept = list[Any](), Engine.accept
-
-    def accept_and_note(self: Engine, processed: Any, *given: Any, **more: Any) -> Any:
-        found.append(processed)
-        return accept(self, processed, *given, **more)
-
-    monkeypatch.setattr(Engine, "accept", accept_and_note)
+    found = list[Any]()
+    note_accepted(monkeypatch, found.append)
     return found
 
 

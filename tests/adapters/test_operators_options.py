@@ -14,12 +14,12 @@ pytest.importorskip("langchain_core")
 from adapters.bentoml.asgi_caller import JSON_TYPE, App, serving
 from adapters.doors import LetterTokenizer
 from pagedcore import AsyncEngine
-from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidConfig, InvalidRequest, UnknownParameter
 from pagedcore.request_options import RequestOptions
 from pagedcore_http.salts import Caller
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
 from pagedcore_openai import ApiKeys, openai_app
+from support.accepted import note_accepted
 from support.engine_builders import make_engine
 from support.letters import WritesLetters
 
@@ -30,13 +30,8 @@ BODY = {"prompt": [1, 2], "max_tokens": 2}
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> list[RequestOptions]:
     """The options of every request that an engine accepts."""
-    options, accept = list[RequestOptions](), Engine.accept
-
-    def accept_and_note(self: Engine, processed: Any, *given: Any, **more: Any) -> Any:
-        options.append(processed.options)
-        return accept(self, processed, *given, **more)
-
-    monkeypatch.setattr(Engine, "accept", accept_and_note)
+    options = list[RequestOptions]()
+    note_accepted(monkeypatch, lambda one: options.append(one.options))
     return options
 
 

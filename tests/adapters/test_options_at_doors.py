@@ -24,10 +24,10 @@ from adapters.doors import (
     outcome_of,
     raise_refusal,
 )
-from pagedcore.engine.engine import Engine
 from pagedcore.structured.grammars import Grammars
 from pagedcore.structured_output import StructuredOutput
 from pagedcore_http.salts import combine_salts
+from support.accepted import note_accepted
 from support.async_helpers import SlowBackend
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -62,13 +62,8 @@ async def by_session(opened: House, question: Question) -> list[int]:
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The options of every request that an engine accepts."""
-    options, accept = list[Any](), Engine.accept
-
-    def accept_and_note(self: Engine, processed: Any, *given: Any, **more: Any) -> Any:
-        options.append(processed.options)
-        return accept(self, processed, *given, **more)
-
-    monkeypatch.setattr(Engine, "accept", accept_and_note)
+    options = list[Any]()
+    note_accepted(monkeypatch, lambda one: options.append(one.options))
     return options
 
 

@@ -15,13 +15,13 @@ from starlette.exceptions import HTTPException
 
 from adapters.bentoml.asgi_caller import JSON_TYPE, App, Exchange, serving
 from pagedcore import RequestOutput
-from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidRequest, InvalidSalt
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore_bentoml import EventParser
 from pagedcore_http.refusals import SaltNotDerived
 from pagedcore_http.salts import combine_salts
+from support.accepted import note_accepted
 from support.engine_builders import make_engine
 from support.tenants import BLOCK_SIZE, OTHER_SECRET, SECRET, PacedBackend, digits_found, guess_all, prompt_with
 
@@ -61,13 +61,8 @@ async def service(hook: Any = of_tenant, backend: Any = None, **settings: Any) -
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The options of every request that an engine accepts."""
-    options, accept = list[Any](), Engine.accept
-
-    def accept_and_note(self: Engine, processed: Any, *given: Any, **more: Any) -> Any:
-        options.append(processed.options)
-        return accept(self, processed, *given, **more)
-
-    monkeypatch.setattr(Engine, "accept", accept_and_note)
+    options = list[Any]()
+    note_accepted(monkeypatch, lambda one: options.append(one.options))
     return options
 
 

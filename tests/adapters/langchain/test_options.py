@@ -15,10 +15,10 @@ from langchain_core.output_parsers import StrOutputParser
 from pydantic import SecretStr, ValidationError
 
 from pagedcore import AsyncEngine
-from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidRequest, InvalidSalt, UnknownParameter
 from pagedcore.request_options import RequestOptions
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
+from support.accepted import note_accepted
 
 MODELS = [ChatPagedCore, PagedCoreLLM]
 SECRET = "canary-of-tenant-a"
@@ -39,13 +39,8 @@ class Accepted:
 @pytest.fixture
 def observed(priority_engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> tuple[AsyncEngine, Accepted]:
     """An engine with priorities, and the options that it accepts."""
-    accepted, accept = Accepted(), Engine.accept
-
-    def accept_and_note(self: Engine, processed: Any, *given: Any, **more: Any) -> Any:
-        accepted.note(processed.options)
-        return accept(self, processed, *given, **more)
-
-    monkeypatch.setattr(Engine, "accept", accept_and_note)
+    accepted = Accepted()
+    note_accepted(monkeypatch, lambda one: accepted.note(one.options))
     return priority_engine, accepted
 
 

@@ -91,3 +91,9 @@ class WhenIdle:
                 while (stats := self.engine.stats()).num_running + stats.num_waiting:
                     await asyncio.sleep(0.01)
         await self.app(scope, receive, send)
+
+
+def told_by(name: str, engine: AsyncEngine, folder: Path) -> Any:
+    """Run a client; return what its script wrote of its results."""
+    run_client(name, engine, KEY, str(folder / "results.json"))
+    return json.loads((folder / "results.json").read_text("utf-8"))

@@ -15,7 +15,7 @@ pytest.importorskip("uvicorn")
 
 import httpx
 
-from adapters.openai.interop import KEY, run_client
+from adapters.openai.interop import KEY, run_client, told_by
 from architecture.sources import ROOT
 from pagedcore import AsyncEngine, RequestOutput
 from pagedcore.demo_model import DEMO_MODEL_DIR
@@ -32,12 +32,6 @@ def engine() -> Iterator[AsyncEngine]:
     """The demo model."""
     with AsyncEngine.from_pretrained("demo", num_kv_blocks=512, max_num_waiting=256) as engine:
         yield engine
-
-
-def told_by(name: str, engine: AsyncEngine, folder: Path) -> Any:
-    """Run a client; return what it wrote of its results."""
-    run_client(name, engine, KEY, str(folder / "results.json"))
-    return json.loads((folder / "results.json").read_text("utf-8"))
 
 
 def check_sum(made: Any) -> None:

@@ -6,7 +6,6 @@ completion that was cut off is never one.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from adapters.openai.interop import KEY, run_client
+from adapters.openai.interop import told_by
 from pagedcore import AsyncEngine
 
 pytestmark = pytest.mark.interop
@@ -31,13 +30,6 @@ def engine() -> Iterator[AsyncEngine]:
     """The demo model."""
     with AsyncEngine.from_pretrained("demo", num_kv_blocks=512, max_num_waiting=256) as engine:
         yield engine
-
-
-def told_by(name: str, engine: AsyncEngine, folder: Path) -> Any:
-    """What a client's script wrote."""
-    results = folder / "results.json"
-    run_client(name, engine, KEY, str(results))
-    return json.loads(results.read_text("utf-8"))
 
 
 def require_whole_or_errors(outcomes: list[Any], *errors: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedcore import EngineConfig, SamplingParams
 from pagedcore.cli.size import size_model
@@ -23,6 +22,7 @@ from pagedcore.models.loading import load_tokenizer, model_source
 from pagedcore_kernels.cpu.matmul.packed_grouped import form_of_grouped_product
 from support import gguf_files
 from support.gguf_files import QUANTISED, Tensor, floats, numbers_of_blocks, random_blocks, write_gguf, write_model
+from support.largest_floats import LargestFloats
 from support.products import require_same_bits_in_any_company
 from support.scores import PROMPTS, SCORES, engine_of, scores_of, scores_of_transformers
 
@@ -120,19 +120,6 @@ def test_a_file_of_numbers_is_a_model_like_any_other(quantization: str, tmp_path
     wanted = scores_of_transformers(write_model(tmp_path / "model.gguf", kinds=("f16", "bf16", "f32"), **SMALL))
     difference = np.abs(scores_of(tmp_path, must_fuse=True, quantization=quantization) - wanted)
     assert difference.max() < 1e-4 if quantization == "none" else difference.mean() < 0.1 * wanted.std()
-
-
-class LargestFloats(TorchDispatchMode):
-    """Counts the elements of the largest float tensor that any operation makes in memory."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for one in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(one, torch.Tensor) and one.is_floating_point() and one.device.type == "cpu":
-                self.largest = max(self.largest, one.numel())
-        return result
 
 
 def test_no_matrix_is_dequantised(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagedcore import SamplingParams
 from pagedcore.demo_model import DEMO_MODEL_DIR
@@ -25,6 +24,7 @@ from pagedcore.models.decoders.fused import FusedDecoder
 from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore_kernels.cpu.matmul.packed_int8 import fewest_tile_rows, form_of_int8_product
 from support.families import VOCAB, tiny_model
+from support.largest_floats import LargestFloats
 from support.quantized_checkpoints import (
     KINDS,
     change_config,
@@ -157,19 +157,6 @@ def test_layers_of_one_product_are_stored_alike(tmp_path: Path) -> None:
     with engine_of(tmp_path) as engine:
         assert not isinstance(engine._runner.backend._decoder, FusedDecoder)  # type: ignore[attr-defined]
     assert np.abs(scores_of(tmp_path) - scores_of_transformers(model)).max() < 2e-3
-
-
-class LargestFloats(TorchDispatchMode):
-    """Counts the elements of the largest float tensor that any operation makes in memory."""
-
-    largest = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for one in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(one, torch.Tensor) and one.is_floating_point() and one.device.type == "cpu":
-                self.largest = max(self.largest, one.numel())
-        return result
 
 
 @pytest.mark.parametrize("kind", ["ct-w8a8", "ct-w4a16-zeros", "gptq-order", "awq", "bnb-nf4-nested"])
