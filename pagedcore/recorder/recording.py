@@ -29,6 +29,7 @@ FORMAT: Final = "pagedcore recording"
 VERSION: Final = 3
 _READ: Final = (2, VERSION)
 """Files of version 2 are the same, without what was refused."""
+_MOST_REFUSED: Final = 2**53
 MAX_FILE_BYTES: Final = 256 * 2**20
 MAX_TEXT_BYTES: Final = 1024 * 2**20
 """Of a file that is read, and of its text."""
@@ -239,6 +240,9 @@ def _parse(lines: Iterator[bytes]) -> Recording:
             recording.segments.append({**value, "state": _state(value, recording.rows), "events": []})
         else:
             now_s, name, arguments, decision = value
+            if name == "refused" and not all(type(one) is int and 0 < one <= _MOST_REFUSED
+                                             for counts in arguments for one in counts.values()):
+                raise RecordingError("what was turned away is no count")
             known = [_with_tokens(one, recording.rows) for one in arguments]
             recording.segments[-1]["events"].append((float(now_s), str(name), known, decision))
     return recording

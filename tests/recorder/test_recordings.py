@@ -269,6 +269,10 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     (lambda lines: _described(lines).update(num_keys=10**9), "more of a sequence"),
     (lambda lines: lines[2]["state"]["device"]["counts"].__setitem__(0, 7), "state"),
     (lambda lines: lines.append([0.0, "eval", ["1"], None]), "kind"),
+    (lambda lines: lines.append([0.0, "refused", [{"EngineOverloaded": -5}], None]), "no count"),
+    (lambda lines: lines.append([0.0, "refused", [{"EngineOverloaded": True}], None]), "no count"),
+    (lambda lines: lines.append([0.0, "refused", [{"EngineOverloaded": "b"}], None]), "no count"),
+    (lambda lines: lines.append([0.0, "refused", [[1]], None]), "the file is none"),
 ])
 def test_a_forged_file_is_refused(change: Any, words: str, tmp_path: Path) -> None:
     """A field that promises more than is read, or a state that no engine can be in, is refused by what it is."""
