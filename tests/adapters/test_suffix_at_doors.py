@@ -184,3 +184,13 @@ def test_an_ordinary_end_stays_one(tmp_path: Path) -> None:
         assert output.outputs[0].finish_reason == "stop"
         recording = dumped(engine, tmp_path)
     assert replay_decisions(recording).difference is None
+
+
+async def test_who_guesses_both_texts_learns_nothing_of_another_tenant(engine: AsyncEngine) -> None:
+    """Under another salt nothing is found of the same gap, nor by who writes the marks out; under its own it is."""
+    gap, params = Infill(PREFIX, SUFFIX), SamplingParams(max_tokens=2)
+    typed = f"{MARKS[0]}{PREFIX}{MARKS[1]}{SUFFIX}{MARKS[2]}"
+    found = [(await engine.complete(prompt, params, cache_salt=salt)).num_cached_tokens
+             for prompt, salt in ((gap, "blue"), (gap, "green"), (typed, "red"), (gap, None), (gap, "blue"))]
+    assert found[:4] == [0] * 4
+    assert found[4] > 0
