@@ -106,7 +106,7 @@ class ContinuousBatcher:
         self._gate = BatchGate(self.config.min_batch_size, self.config.max_wait_s)
         self._queues = PolicyQueues(policy, self.config.waiting_limit, gates_new=False)
         self._waiting = self._queues.waiting
-        self._added: dict[int, tuple[BatchRequest, float]] = {}
+        self._added: dict[int, BatchRequest] = {}
         self._by_id: dict[Hashable, Sequence] = {}
         self._ids = count()
 
@@ -127,14 +127,14 @@ class ContinuousBatcher:
         for name, neutral in self._queues.policy.unread_options.items():
             if (given := getattr(request.options, name)) != neutral:
                 raise InvalidRequest(name, given, f"{neutral} under the policy {self._queues.policy.name!r}")
-        number, now_s = next(self._ids), self._clock.now()
+        number = next(self._ids)
         sequence = Sequence(
             number, [0] * request.input_tokens, SamplingParams(max_tokens=request.max_new_tokens),
-            max_tokens=request.max_new_tokens, seed=0, arrival=number, arrival_s=now_s,
+            max_tokens=request.max_new_tokens, seed=0, arrival=number, arrival_s=self._clock.now(),
             options=request.options,
         )
         self._waiting.push(sequence)
-        self._added[number], self._by_id[request.request_id] = (request, now_s), sequence
+        self._added[number], self._by_id[request.request_id] = request, sequence
 
     def remove(self, request_id: Hashable) -> bool:
         """Remove a request, and return whether it waited."""
@@ -146,7 +146,7 @@ class ContinuousBatcher:
         oldest = next(self._waiting.never_started(), None)
         if oldest is None:
             return None
-        opens_s = self._gate.opens_s(len(self._waiting), self._added[oldest.sequence_id][1])
+        opens_s = self._gate.opens_s(len(self._waiting), oldest.arrival_s)
         return max(0.0, opens_s - self._clock.now())
 
     def try_form_batch(self) -> Batch | None:
@@ -166,11 +166,11 @@ class ContinuousBatcher:
             chosen.append(sequence)
         if self._queues.ledger is not None:
             self._queues.ledger.charge(chosen, [ScheduledRow(one, 0, one.max_total_tokens) for one in chosen])
-        now_s, taken = self._clock.now(), [self._take(sequence) for sequence in chosen]
-        return Batch(tuple(one for one, _ in taken), tuple(now_s - since_s for _, since_s in taken))
+        now_s = self._clock.now()
+        return Batch(tuple(map(self._take, chosen)), tuple(now_s - one.arrival_s for one in chosen))
 
-    def _take(self, sequence: Sequence) -> tuple[BatchRequest, float]:
+    def _take(self, sequence: Sequence) -> BatchRequest:
         self._waiting.remove_sequence(sequence)
         taken = self._added.pop(sequence.sequence_id)
-        del self._by_id[taken[0].request_id]
+        del self._by_id[taken.request_id]
         return taken
