@@ -26,8 +26,8 @@ from interleaved import markdown
 from quotes import NOISE, TIMES, Asked, Served, capacity, known, learnt, load_of, paced_engine, serve, share_held
 
 from pagedcore import Engine, SamplingParams
+from pagedcore.analysis.quotes.quote_book import SHARE, QuoteBook
 from pagedcore.outputs import Quote
-from pagedcore.scheduler.quotes import SHARE, QuoteBook
 from pagedcore.sequence import Sequence
 
 KINDS: Final = ("drawn", "alike", "foreseen")

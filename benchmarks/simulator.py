@@ -28,14 +28,14 @@ from rich.console import Console
 from rich.table import Table
 
 from pagedcore import Engine, EngineConfig, SamplingParams
+from pagedcore.analysis.load_simulation.calibration import Calibration, calibrate
+from pagedcore.analysis.load_simulation.costs import LoadTimes, StepWork, WorkObserver
+from pagedcore.analysis.load_simulation.replica import SimulatedModel
+from pagedcore.analysis.load_simulation.results import Summary, Targets
+from pagedcore.analysis.load_simulation.simulator import SimulatedEngine, simulate
+from pagedcore.analysis.load_simulation.workload import RandomLoad, SimulatedRequest
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.scheduler.step_time import StepTimes
-from pagedcore.simulation.calibration import Calibration, calibrate
-from pagedcore.simulation.costs import LoadTimes, StepWork, WorkObserver
-from pagedcore.simulation.replica import SimulatedModel
-from pagedcore.simulation.results import Summary, Targets
-from pagedcore.simulation.simulator import SimulatedEngine, simulate
-from pagedcore.simulation.workload import RandomLoad, SimulatedRequest
 
 SETTINGS = {"max_num_seqs": 32, "max_num_waiting": 4096, "num_kv_blocks": 1024}
 WORKLOADS = {

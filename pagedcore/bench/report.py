@@ -13,7 +13,7 @@ from io import StringIO
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final
 
-from pagedcore.simulation.report import new_figure
+from pagedcore.analysis.load_simulation.report import new_figure
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -56,9 +56,9 @@ def batching(
     config: common.ConfigOption = None,
 ) -> None:
     """Run the same requests one at a time, in static batches and continuously, on the same kernels, and compare."""
+    from pagedcore.analysis.load_simulation.report import new_figure
     from pagedcore.bench import report, workloads
     from pagedcore.execution.machine import this_machine
-    from pagedcore.simulation.report import new_figure
 
     workloads.require_name(workload)
     if plot is not None or html is not None:

@@ -12,7 +12,7 @@ from pagedcore.cli import common
 from pagedcore.errors import InvalidConfig, RecordingError
 
 if TYPE_CHECKING:
-    from pagedcore.recorder.recording import Recording
+    from pagedcore.analysis.recorder.recording import Recording
 
 
 def replay(
@@ -32,7 +32,7 @@ def replay(
     num_continue: Annotated[int, typer.Option("--continue", min=1, help="Tokens to generate behind it.")] = 20,
 ) -> None:
     """Take a recording's decisions again and compare them; or show what other settings, or another token, change."""
-    from pagedcore.recorder.recording import read_recording
+    from pagedcore.analysis.recorder.recording import read_recording
 
     try:
         recording = read_recording(file)
@@ -51,7 +51,7 @@ def replay(
 
 
 def _show_replay(recording: Recording) -> None:
-    from pagedcore.replay.decisions import replay_decisions
+    from pagedcore.analysis.replay.decisions import replay_decisions
 
     replayed = replay_decisions(recording)
     seen = f"{replayed.num_steps} steps and {replayed.num_decisions} decisions"
@@ -64,7 +64,7 @@ def _show_replay(recording: Recording) -> None:
 
 
 def _show_what_if(recording: Recording, changes: dict[str, Any]) -> None:
-    from pagedcore.replay import what_if
+    from pagedcore.analysis.replay import what_if
 
     if not recording.segments:
         raise RecordingError("it has no steps")
@@ -104,7 +104,7 @@ def _show_point(
     recording: Recording, request: str, completion: int, token: int, model: str, top: int, force: int | None,
     num_continue: int,
 ) -> None:
-    from pagedcore.replay import point as points
+    from pagedcore.analysis.replay import point as points
 
     point = points.find_point(recording, request, token, completion)
     settings = points.settings_for(recording, len(point.token_ids) + 1 + num_continue)

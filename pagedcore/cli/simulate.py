@@ -13,10 +13,10 @@ from pagedcore.cli import common
 from pagedcore.errors import InvalidConfig, show
 
 if TYPE_CHECKING:
-    from pagedcore.simulation.calibration import Calibration
-    from pagedcore.simulation.results import SimulationResult, Summary, Targets
-    from pagedcore.simulation.simulator import SimulatedEngine
-    from pagedcore.simulation.workload import SimulatedRequest
+    from pagedcore.analysis.load_simulation.calibration import Calibration
+    from pagedcore.analysis.load_simulation.results import SimulationResult, Summary, Targets
+    from pagedcore.analysis.load_simulation.simulator import SimulatedEngine
+    from pagedcore.analysis.load_simulation.workload import SimulatedRequest
 
 
 def simulate(
@@ -61,9 +61,9 @@ def simulate(
         return
     from tqdm import tqdm
 
-    from pagedcore.simulation.report import new_figure
-    from pagedcore.simulation.results import Targets
-    from pagedcore.simulation.simulator import simulate as run
+    from pagedcore.analysis.load_simulation.report import new_figure
+    from pagedcore.analysis.load_simulation.results import Targets
+    from pagedcore.analysis.load_simulation.simulator import simulate as run
 
     if plot is not None:
         new_figure(1, 1)  # so that a picture that cannot be drawn is refused before anything is simulated
@@ -85,7 +85,7 @@ def _calibrate(
 ) -> None:
     from tqdm import tqdm
 
-    from pagedcore.simulation.calibration import calibrate
+    from pagedcore.analysis.load_simulation.calibration import calibrate
 
     layout = "measuring: {percentage:3.0f}% |{bar}| {n:.0f} of {total:.0f} s"
     with common.open_engine(model, config, **settings) as engine, tqdm(
@@ -107,8 +107,8 @@ def _calibrate(
 def _engine(
     step_times: Path | None, config: Path | None, settings: dict[str, Any]
 ) -> tuple[Calibration, SimulatedEngine]:
+    from pagedcore.analysis.load_simulation.calibration import Calibration
     from pagedcore.config.engine_config import EngineConfig
-    from pagedcore.simulation.calibration import Calibration
 
     if step_times is None:
         raise InvalidConfig("step-times: got none, allowed is a file that has been measured once with "
@@ -122,8 +122,8 @@ def _engine(
 def _arrivals(
     trace: Path | None, rate: float | None, speed: float, requests: int, **lengths: Any
 ) -> list[SimulatedRequest]:
-    from pagedcore.simulation.traces import read_trace
-    from pagedcore.simulation.workload import RandomLoad, faster
+    from pagedcore.analysis.load_simulation.traces import read_trace
+    from pagedcore.analysis.load_simulation.workload import RandomLoad, faster
 
     if trace is not None and rate is None:
         return faster(read_trace(trace, requests), speed)
@@ -145,8 +145,8 @@ def _find(
 ) -> SimulationResult:
     from tqdm import tqdm
 
-    from pagedcore.simulation.report import as_search
-    from pagedcore.simulation.simulator import find_replicas
+    from pagedcore.analysis.load_simulation.report import as_search
+    from pagedcore.analysis.load_simulation.simulator import find_replicas
 
     summaries: dict[int, Summary] = {}
 
@@ -165,7 +165,7 @@ def _find(
 def _show(
     model: str, route: str, result: SimulationResult, targets: Targets, json_file: Path | None, plot: Path | None,
 ) -> None:
-    from pagedcore.simulation import report
+    from pagedcore.analysis.load_simulation import report
 
     title = f"{model}, {len(result.outcomes)} requests, {route}"
     common.console().print(report.as_table(title, result.summary(targets)))

@@ -13,6 +13,8 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
+from pagedcore.analysis.quotes.promises import PromiseBook
+from pagedcore.analysis.quotes.quote_book import QuoteBook
 from pagedcore.config.engine_config import BESIDE_SETTINGS, EngineConfig, own_names
 from pagedcore.config.field_rules import invalid_setting
 from pagedcore.config.limits import MAX_SCORED_BYTES
@@ -32,8 +34,6 @@ from pagedcore.protocols import DecodesTokens, HasFingerprint, ModelFingerprint,
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.policy_guard import make_policy
-from pagedcore.scheduler.promises import PromiseBook
-from pagedcore.scheduler.quotes import QuoteBook
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.structured.grammars import Grammars
 from pagedcore.tool_calls.chat_format import ChatFormat
@@ -41,10 +41,10 @@ from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
+    from pagedcore.analysis.diagnosis.invariants import InvariantChecker
     from pagedcore.plugins.manager import PluginManager
     from pagedcore.plugins.registry import Registry, Table
     from pagedcore.protocols import CacheStore, ModelBackend, Tokenizer
-    from pagedcore.scheduler.invariants import InvariantChecker
     from pagedcore.scheduler.policies import Policy
 
 _log = logging.getLogger("pagedcore")
@@ -144,7 +144,7 @@ def _assemble(
     threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
     runner = ModelRunner(backend, Sampler(backend.vocab_size, grammars.mask_rows), threads)
     if config.check_invariants:
-        from pagedcore.engine.shadow import shadow
+        from pagedcore.analysis.diagnosis.shadow import shadow
 
         store, runner, laws = shadow(scheduler, store, runner)
     return EngineComponents(

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
+from pagedcore.analysis.quotes.quoting import Quoting
 from pagedcore.config.keywords import refuses_unknown
-from pagedcore.engine.quoting import Quoting
 from pagedcore.engine.step import StepRunner
 from pagedcore.outputs import RequestOutput
 from pagedcore.protocols import ChatMessage

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from pagedcore.analysis.quotes.quote_book import QuoteBook
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import Counters
-from pagedcore.scheduler.quotes import QuoteBook
 from pagedcore.scheduler.scheduler import Scheduler
 
 

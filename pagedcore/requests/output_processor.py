@@ -11,6 +11,7 @@ from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
+from pagedcore.analysis.quotes.quote_book import QuoteBook
 from pagedcore.errors import (
     GrammarFailed,
     InvalidLogits,
@@ -27,7 +28,6 @@ from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import Counters
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
-from pagedcore.scheduler.quotes import QuoteBook
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
 from pagedcore.tokenizer.incremental_text import IncrementalText, new_text

@@ -16,10 +16,11 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, supp
 from functools import partial
 from typing import Any, Final, TypeVar, Unpack
 
+from pagedcore.analysis.diagnosis.explanation import Explanation
+from pagedcore.analysis.quotes.async_quoting import AsyncQuoting
 from pagedcore.config.field_rules import invalid_setting, seconds
 from pagedcore.config.limits import MAX_TIMEOUT_S
 from pagedcore.engine.engine import Engine
-from pagedcore.engine.explanation import Explanation
 from pagedcore.errors import EngineClosed, ForkedProcess, NotPicklable
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.plugins.manager import PluginManager
@@ -31,7 +32,6 @@ from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.validation import validate_timeout
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_calls import AsyncCalls
-from pagedcore.serving.async_quoting import AsyncQuoting
 from pagedcore.serving.async_session import AsyncSession
 from pagedcore.serving.commands import Commands, Places
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
+from pagedcore.analysis.diagnosis.explanation import Explanation
 from pagedcore.engine.engine import Engine
-from pagedcore.engine.explanation import Explanation
 from pagedcore.errors import EngineClosed, EngineHung, QueueTimeout, RequestAborted
 from pagedcore.outputs import Delta
 from pagedcore.protocols import Clock

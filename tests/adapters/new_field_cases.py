@@ -23,17 +23,17 @@ from adapters.doors import (
     openai_body_of,
     raise_refusal,
 )
+from pagedcore.analysis.load_simulation.replica import SimulatedModel
+from pagedcore.analysis.load_simulation.simulator import SimulatedEngine, simulate
+from pagedcore.analysis.load_simulation.workload import SimulatedRequest, own_segment
+from pagedcore.analysis.recorder.state import sequence_of
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.errors import InvalidRequest, UnknownParameter
-from pagedcore.recorder.state import sequence_of
 from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_time import StepTimes
 from pagedcore.sessions.session_file import params_as_mapping
-from pagedcore.simulation.replica import SimulatedModel
-from pagedcore.simulation.simulator import SimulatedEngine, simulate
-from pagedcore.simulation.workload import SimulatedRequest, own_segment
 from pagedcore_bentoml.wire import BatchInput, ChatInput, PromptInput
 from support.accepted import note_accepted
 from support.engine_builders import make_engine

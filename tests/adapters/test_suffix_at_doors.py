@@ -21,11 +21,11 @@ from tokenizers import AddedToken
 from adapters.bentoml.asgi_caller import App
 from adapters.bentoml.asgi_caller import serving as serving_bentoml
 from pagedcore import AsyncEngine, Infill, SamplingParams
+from pagedcore.analysis.replay.decisions import replay_decisions
 from pagedcore.config.limits import MAX_TEXT_BYTES_PER_TOKEN
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidSampling, TextTooLong
-from pagedcore.replay.decisions import replay_decisions
 from pagedcore.request_options import NO_OPTIONS
 from pagedcore.tokenizer.quick_tokenizer import read_tokenizer
 from pagedcore.tokenizer.tokenizer import HFTokenizer

@@ -20,7 +20,8 @@ STOREYS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "scheduling": {
         "kv_cache": ("kv_cache",),
-        "scheduler": ("scheduler",),
+        "scheduler": ("scheduler", "analysis.quotes.quote_book", "analysis.quotes.forecast",
+                      "analysis.quotes.promises", "analysis.diagnosis.invariants"),
     },
     "computing": {
         "execution": ("execution",),
@@ -37,15 +38,17 @@ STOREYS: dict[str, dict[str, tuple[str, ...]]] = {
         "sessions": ("sessions",),
     },
     "engine": {
-        "recorder": ("recorder",),
+        "recorder": ("analysis.recorder",),
         "plugins": ("plugins",),
-        "engine": ("engine",),
-        "serving": ("serving",),
+        "engine": ("engine", "analysis.quotes.quoting", "analysis.diagnosis.watching", "analysis.diagnosis.explanation",
+                   "analysis.diagnosis.shadow"),
+        "serving": ("serving", "analysis.quotes.async_quoting"),
     },
     "analysis": {
         "metrics": ("metrics",),
-        "simulation": ("simulation",),
-        "replay": ("replay",),
+        "quotes": ("analysis", "analysis.quotes", "analysis.diagnosis"),
+        "load_simulation": ("analysis.load_simulation",),
+        "replay": ("analysis.replay",),
     },
     "tools": {
         "convert": ("convert",),

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pagedcore.analysis.load_simulation import simulator
+from pagedcore.analysis.load_simulation.calibration import Calibration
 from pagedcore.scheduler.step_time import StepTimes
-from pagedcore.simulation import simulator
-from pagedcore.simulation.calibration import Calibration
 from support.runner import invoke, try_invoke
 
 

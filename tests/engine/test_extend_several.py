@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pagedcore import AsyncEngine, SamplingParams
+from pagedcore.analysis.replay.point import find_point
 from pagedcore.errors import InvalidRequest, InvalidToken, PromptTooLong, RequestStateError
-from pagedcore.replay.point import find_point
 from pagedcore.requests.request import Request
 from support.doubles import FakeClock, ToyBackend, toy_answer
 from support.engine_builders import assert_all_free, make_engine, run

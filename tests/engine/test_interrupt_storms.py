@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import pytest
 
+from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed
 from pagedcore.requests.request import Request
-from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.sessions.session import Session
 from support.doubles import toy_answer
 from support.engine_builders import assert_all_free, make_engine, run

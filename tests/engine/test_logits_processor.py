@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from pagedcore import AsyncEngine, Engine, SamplingParams
+from pagedcore.analysis.replay.point import find_point
 from pagedcore.errors import (
     InvalidLogits,
     InvalidSampling,
@@ -18,7 +19,6 @@ from pagedcore.errors import (
     RecordingError,
 )
 from pagedcore.protocols import FloatArray
-from pagedcore.replay.point import find_point
 from support.doubles import VOCAB_SIZE, FakeClock, ToyBackend, toy_answer, toy_logits
 from support.engine_builders import assert_all_free, make_engine, run
 from support.families import VOCAB, tiny_model

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.config.limits import MAX_TRANSFER_S
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
@@ -15,7 +16,6 @@ from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.cost_model import CostModel
-from pagedcore.scheduler.invariants import check, snapshot
 from support.doubles import FakeClock, ToyBackend, ToyStore, toy_answer
 from support.engine_builders import assert_all_free
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.engine.engine import Engine
 from pagedcore.requests.request import Request
-from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.sessions.session import Session
 from support.doubles import toy_answer
 from support.engine_builders import make_engine, run

@@ -28,7 +28,7 @@ _HOOKS = "pagedcore/plugins/manager.py"
 _ROWS = "pagedcore/metrics/live.py"
 _LIVE = "adapters/pagedcore_openai/live.py"
 _PAGE = "adapters/openai/test_page.py::test_"
-_REPLICAS = "simulation/test_replicas.py::test_"
+_REPLICAS = "analysis/load_simulation/test_replicas.py::test_"
 
 REQUESTS = (
     Mutant("A removed request stays in the table.", _TABLE,
@@ -217,32 +217,32 @@ STEPS = (
            "engine/test_bad_rows.py::test_a_step_without_memory_is_repeated_with_half_of_its_tokens[4]"),
     Mutant("The gate opens before every step.", "pagedcore/scheduler/step_recipe.py",
            "scheduler.gated_s(host.now()) <= 0.0", "True",
-           "engine/test_quotes.py::test_a_quote_knows_that_a_request_waits_for_company[0-True]"),
-    Mutant("A forecast knows no gate.", "pagedcore/scheduler/forecast.py",
+           "analysis/quotes/test_quotes.py::test_a_quote_knows_that_a_request_waits_for_company[0-True]"),
+    Mutant("A forecast knows no gate.", "pagedcore/analysis/quotes/forecast.py",
            "and self.now_s < self.opens_s", "and False",
-           "engine/test_quotes.py::test_a_quote_knows_that_a_request_waits_for_company[0-False]"),
-    Mutant("Any number of refusals is read.", "pagedcore/recorder/recording.py",
-           "0 < one <= _MOST_REFUSED", "True", "recorder/test_recordings.py::test_a_forged_file_is_refused"),
+           "analysis/quotes/test_quotes.py::test_a_quote_knows_that_a_request_waits_for_company[0-False]"),
+    Mutant("Any number of refusals is read.", "pagedcore/analysis/recorder/recording.py",
+           "0 < one <= _MOST_REFUSED", "True", "analysis/recorder/test_recordings.py::test_a_forged_file_is_refused"),
     Mutant("One bad row ends the batch.", "pagedcore/execution/model_runner.py", "if len(rows) == 1 or", "if True or",
            "engine/test_bad_rows.py::test_seven_of_eight_callers_finish"),
 )
 
 RECORDINGS = (
-    Mutant("A recording has token ids although these were not asked for.", "pagedcore/recorder/token_rows.py",
+    Mutant("A recording has token ids although these were not asked for.", "pagedcore/analysis/recorder/token_rows.py",
            "        if self._keeps_tokens:\n            return", "        if True:\n            return",
-           "recorder/test_recordings.py::test_no_token_shows"),
+           "analysis/recorder/test_recordings.py::test_no_token_shows"),
     Mutant("A recording loses which blocks were used when.", "pagedcore/kv_cache/prefix_cache.py",
            "first_used, last_used, num_hits, tuple(rank))", "first_used, 0, num_hits, ())",
-           "replay/test_decisions.py::test_random_lives_are_replayed[2]"),
-    Mutant("A ring keeps everything.", "pagedcore/recorder/ring.py",
+           "analysis/replay/test_decisions.py::test_random_lives_are_replayed[2]"),
+    Mutant("A ring keeps everything.", "pagedcore/analysis/recorder/ring.py",
            "[*self.segments[-1:], segment]", "[*self.segments, segment]",
-           "recorder/test_recordings.py::test_the_ring_is_bounded"),
-    Mutant("An interrupted dump leaves a part of a file.", "pagedcore/recorder/recording.py",
+           "analysis/recorder/test_recordings.py::test_the_ring_is_bounded"),
+    Mutant("An interrupted dump leaves a part of a file.", "pagedcore/analysis/recorder/recording.py",
            "            os.unlink(temporary)\n", "            pass\n",
-           "recorder/test_recordings.py::test_an_interrupt_leaves_no_part"),
-    Mutant("A point is computed with other kernels than it was recorded with.", "pagedcore/replay/point.py",
+           "analysis/recorder/test_recordings.py::test_an_interrupt_leaves_no_part"),
+    Mutant("A point is computed with other kernels than it was recorded with.", "pagedcore/analysis/replay/point.py",
            'if header.get("identity") != own["identity"]:', "if False:",
-           "replay/test_points.py::test_another_model_is_refused"),
+           "analysis/replay/test_points.py::test_another_model_is_refused"),
 )
 
 DOORS = (
@@ -357,10 +357,11 @@ SIMULATION = (
     Mutant("A step's cost may be negative.", "pagedcore/scheduler/step_time.py",
            "if solution.min() >= 0.0:", "if True:",
            "scheduler/test_step_time.py::test_it_learns_what_it_is_shown[truth2]"),
-    Mutant("Equal steps are taken together although a request waits for blocks.", "pagedcore/simulation/replica.py",
+    Mutant("Equal steps are taken together although a request waits for blocks.",
+           "pagedcore/analysis/load_simulation/replica.py",
            "return count if num_blocks <= self._blocks.num_available_blocks else 0", "return count",
            _REPLICAS + "equal_steps_committed_together_change_nothing[{'num_kv_blocks': 10}-5.0]"),
-    Mutant("A simulated engine takes a request before its step ends.", "pagedcore/simulation/replica.py",
+    Mutant("A simulated engine takes a request before its step ends.", "pagedcore/analysis/load_simulation/replica.py",
            "outcome.accepted_s = max(self.now_s, request.arrival_s)", "outcome.accepted_s = request.arrival_s",
            _REPLICAS + "every_request_has_its_tokens_when_an_engine_gives_them"
            "[{'min_batch_size': 3, 'max_wait_ms': 40}]"),

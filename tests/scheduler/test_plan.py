@@ -6,9 +6,9 @@ from itertools import count
 
 import pytest
 
+from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.reservation import Demand
-from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.scheduler.plan import PreemptionKind, SchedulePlan
 from pagedcore.scheduler.policies import fcfs
 from pagedcore.scheduler.scheduler import Scheduler

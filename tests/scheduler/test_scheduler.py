@@ -6,9 +6,9 @@ from itertools import count
 
 import pytest
 
+from pagedcore.analysis.diagnosis.invariants import Snapshot, check, snapshot
 from pagedcore.errors import EngineOverloaded, InternalError, RequestTooLarge
 from pagedcore.outputs import FinishReason
-from pagedcore.scheduler.invariants import Snapshot, check, snapshot
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagedcore.analysis.recorder.state import build_scheduler, restore, settings_of
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.block_pool import BlockPool
@@ -21,7 +22,6 @@ from pagedcore.kv_cache.block_table import BlockTable
 from pagedcore.kv_cache.host_cache import HostCache, Transfer
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_cache import CachedBlock, PrefixCache
-from pagedcore.recorder.state import build_scheduler, restore, settings_of
 from pagedcore.request_options import RequestOptions
 from pagedcore.scheduler.cost_model import CostModel, Line
 from pagedcore.scheduler.plan import Preemption

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from pagedcore.scheduler.invariants import check, snapshot
+from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from scheduler_lives.tiny_worlds import LIVE, Event, Key, Life, World
 
 CLOCK = frozenset({"tick", "learn"})

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from pagedcore.analysis.diagnosis.invariants import Snapshot
 from pagedcore.kv_cache.memory_snapshot import Known
-from pagedcore.scheduler.invariants import Snapshot
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_planner import StepPlanner

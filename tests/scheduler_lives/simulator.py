@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pagedcore.analysis.diagnosis.invariants import Snapshot, check, snapshot
 from pagedcore.errors import EngineOverloaded, RequestTooLarge
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.outputs import FinishReason
 from pagedcore.scheduler import policies
 from pagedcore.scheduler.batch_gate import BatchGate
-from pagedcore.scheduler.invariants import Snapshot, check, snapshot
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.policy_view import PolicyView

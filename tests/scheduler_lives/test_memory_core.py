@@ -14,13 +14,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from pagedcore.analysis.diagnosis.invariants import Snapshot, check, snapshot
 from pagedcore.errors import EngineOverloaded, InternalError, RequestTooLarge
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.protocols import FloatArray
-from pagedcore.scheduler.invariants import Snapshot, check, snapshot
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.step_recipe import run_step
 from pagedcore.sequence import Sequence, SequenceStatus

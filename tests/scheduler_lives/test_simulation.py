@@ -8,11 +8,11 @@ from itertools import count
 
 import pytest
 
+from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.errors import InternalError
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.kv_cache.block_pool import BlockPool
-from pagedcore.scheduler.invariants import check, snapshot
 from scheduler_lives.laws import require_true_contents
 from scheduler_lives.simulator import Simulation
 from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer

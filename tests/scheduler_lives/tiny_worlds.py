@@ -43,13 +43,13 @@ from itertools import pairwise
 from types import FunctionType, MappingProxyType
 from typing import Any, Final, Literal
 
+from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.kv_cache.block_table import BlockTable
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.kv_cache.prefix_cache import BlockMemory
 from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler import policies
-from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.policy_view import PolicyView

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, InvalidRequest, InvalidSessionFile, PromptEmpty, SessionStateError
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.async_session import AsyncSession
 from pagedcore.sessions import kv_file

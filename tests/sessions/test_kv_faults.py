@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.engine.engine import Engine
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.sessions.kv_file import KVDirectory
 from pagedcore.sessions.session import Session

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import pagedcore.sessions.session
+from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import (
     EngineClosed,
@@ -25,7 +26,6 @@ from pagedcore.errors import (
     TooManySessions,
 )
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.scheduler.invariants import check, snapshot
 from pagedcore.sessions import kv_file
 from pagedcore.sessions.parking import ParkedFile
 from pagedcore.sessions.session import Session

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pagedcore.analysis.diagnosis.invariants import InvariantChecker
 from pagedcore.engine.engine import Engine
-from pagedcore.scheduler.invariants import InvariantChecker
 from support.doubles import ToyBackend
 
 

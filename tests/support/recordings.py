@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pagedcore import Engine, SamplingParams
+from pagedcore.analysis.recorder.recording import Recording, read_recording, write_recording
+from pagedcore.analysis.recorder.ring import FlightRecorder
 from pagedcore.engine.builder import build_components
-from pagedcore.recorder.recording import Recording, read_recording, write_recording
-from pagedcore.recorder.ring import FlightRecorder
 from scheduler_lives.simulator import Simulation
 from support.doubles import FakeClock, ToyBackend
 

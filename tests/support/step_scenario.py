@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.outputs import CompletionOutput
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.scheduler.invariants import check, snapshot
 from support.doubles import FakeClock, ToyBackend
 
 

@@ -22,9 +22,9 @@ import uvicorn
 from adapters.bentoml.asgi_caller import JSON_TYPE, App
 from adapters.doors import EndlessBackend, LetterTokenizer
 from pagedcore import AsyncEngine
+from pagedcore.analysis.recorder.recording import read_recording
+from pagedcore.analysis.replay.decisions import replay_decisions
 from pagedcore.errors import InvalidConfig
-from pagedcore.recorder.recording import read_recording
-from pagedcore.replay.decisions import replay_decisions
 from pagedcore_openai import ApiKeys, openai_app
 from pagedcore_openai import endpoints as openai_endpoints
 from pagedcore_openai.server import ADMIN_VARIABLE, KEYS_VARIABLE, serve

@@ -1,0 +1,250 @@
+"""Shadow tags: what every KV slot should hold, kept beside the memories, moved with the bytes, compared at every read.
+
+A tag is written when a step has computed its slot, follows the block through copies, swaps and files, and is compared
+with what the reading sequence expects before each forward. Blocks that are freed, or given to a new owner, are filled
+with NaN, so that a kernel that reads them shows it. ``check_invariants=True`` builds this; no other engine imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as ListOf
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pagedcore.analysis.diagnosis.invariants import InvariantChecker, Violation
+from pagedcore.errors import InternalError
+from pagedcore.execution.model_runner import ModelRunner
+from pagedcore.sequence import Sequence
+
+if TYPE_CHECKING:
+    from pagedcore.execution.sampler import SampledTokens
+    from pagedcore.kv_cache.block_manager import BlockManager
+    from pagedcore.protocols import CacheStore
+    from pagedcore.scheduler.plan import ScheduledRow
+    from pagedcore.scheduler.scheduler import Scheduler
+
+Tags = npt.NDArray[np.int64]
+"""Shape [..., 3]: cache root, position, and digest of all tokens up to there."""
+_NOTHING: Final = (0, -1, 0)
+_FOREIGN: Final = (0, -2, 0)
+"""Of bytes from another process, whose file is what proves them."""
+_ANY_ROOT: Final = 0
+_MOST_READ: Final = 4096
+"""Blocks that were read and whose tags are known if they are written again; older ones count as another process's."""
+_NAN: Final = 0xFF
+"""Of these bytes, every number is NaN in float32, bfloat16, float16 and float8; of integers, the scale is."""
+_Pairs = ListOf[tuple[int, int]]
+
+
+class ShadowTags:
+    """The tags of all slots of the device and of the host, and the violations that were found.
+
+    Invariant: the tags of a free block say that it holds nothing.
+    """
+
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.device: Tags = np.full((num_blocks, block_size, 3), _NOTHING)
+        self.host: Tags = np.full((num_host_blocks, block_size, 3), _NOTHING)
+        self.violations: list[Violation] = []
+        self._digests: dict[int, list[int]] = {}
+
+    def expected(self, sequence: Sequence, start: int, end: int) -> Tags:
+        """Return the tags of a sequence's positions, shape [end - start, 3]."""
+        digests = self._digests.setdefault(sequence.sequence_id, [])
+        for token_id in sequence.token_ids[len(digests) : end]:
+            digests.append(hash((digests[-1] if digests else 0, token_id)))
+        tags = np.full((end - start, 3), hash(sequence.cache_root) or 1)
+        tags[:, 1], tags[:, 2] = np.arange(start, end), digests[start:end]
+        return tags
+
+    def write(self, table: npt.NDArray[np.int32], start: int, tags: Tags | tuple[int, int, int], end: int) -> None:
+        """Tag the slots of positions ``start`` to ``end``."""
+        positions = np.arange(start, end)
+        self.device[table[positions // self.block_size], positions % self.block_size] = tags
+
+    def check_read(self, sequence: Sequence, table: npt.NDArray[np.int32], end: int) -> None:
+        """Record a violation if a slot before ``end`` has another tag than the sequence expects."""
+        positions = np.arange(end)
+        found = self.device[table[positions // self.block_size], positions % self.block_size]
+        same = found == (wanted := self.expected(sequence, 0, end))
+        same[:, 0] |= found[:, 0] == _ANY_ROOT
+        wrong = np.flatnonzero(~same.all(axis=1) & (found[:, 1] != _FOREIGN[1]))
+        if len(wrong):
+            place, block = int(wrong[0]), int(table[wrong[0] // self.block_size])
+            self.violations.append(Violation(
+                "tags", f"sequence {sequence.sequence_id} reads position {place} in block {block}, "
+                f"which holds {_describe(found[place], wanted[place])}",
+            ))
+
+    def keep(self, sequence_ids: Iterable[int]) -> None:
+        """Forget what is known of all other sequences; it is computed again if one comes back."""
+        self._digests = {one: self._digests[one] for one in sequence_ids if one in self._digests}
+
+
+def _describe(found: Tags, wanted: Tags) -> str:
+    if found[1] == _NOTHING[1]:
+        return "nothing"
+    if found[0] not in (_ANY_ROOT, wanted[0]):
+        return f"position {found[1]} of another cache root"
+    return f"position {found[1]}" if found[1] != wanted[1] else "this position of other tokens"
+
+
+class ShadowStore:
+    """A ``CacheStore`` that moves the tags with the bytes of another one, and poisons blocks."""
+
+    def __init__(self, store: CacheStore, tags: ShadowTags) -> None:
+        self._store, self._tags = store, tags
+        self._moving: dict[int, tuple[Tags, list[int], Tags]] = {}
+        self._read: dict[bytes, Tags] = {}
+        self._is_poisoned = np.ones(len(tags.device), dtype=np.bool_)
+        """Blocks that need no poison: those that have some, and those that never held anything."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers."""
+        return self._store.block_bytes
+
+    def allocate_host(self, num_blocks: int) -> None:
+        """Pass it on."""
+        self._store.allocate_host(num_blocks)
+
+    def copy_blocks(self, pairs: _Pairs) -> None:
+        """Copy device blocks and their tags."""
+        self.poison(destination for _, destination in pairs)
+        self._store.copy_blocks(pairs)
+        for source, destination in pairs:
+            self._tags.device[destination] = self._tags.device[source]
+            self._is_poisoned[destination] = self._is_poisoned[source]
+
+    def start_swap_out(self, transfer_id: int, pairs: _Pairs) -> None:
+        """Begin to copy device blocks to host blocks; they have no tags until that has ended."""
+        self._start(self._store.start_swap_out, transfer_id, pairs, self._tags.device, self._tags.host)
+
+    def start_swap_in(self, transfer_id: int, pairs: _Pairs) -> None:
+        """Begin to copy host blocks to device blocks; they have no tags until that has ended."""
+        self.poison(destinations := [destination for _, destination in pairs])
+        self._is_poisoned[destinations] = False
+        self._start(self._store.start_swap_in, transfer_id, pairs, self._tags.host, self._tags.device)
+
+    def _start(
+        self, begin: Callable[[int, _Pairs], None], transfer_id: int, pairs: _Pairs, source: Tags, destination: Tags
+    ) -> None:
+        sources, destinations = [one for one, _ in pairs], [other for _, other in pairs]
+        # Why now: the blocks that are read may get another owner before a late end.
+        self._moving[transfer_id] = destination, destinations, source[sources]
+        destination[destinations] = _NOTHING
+        begin(transfer_id, pairs)
+
+    def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
+        """Return the ended transfers; the tags of those that succeeded have arrived."""
+        ended = list(self._store.poll_transfers(wait=wait))
+        for transfer_id, is_ok in ended:
+            memory, blocks, tags = self._moving.pop(transfer_id, (self._tags.host, [], self._tags.host[:0]))
+            memory[blocks] = tags if is_ok else _NOTHING
+        return ended
+
+    def read_blocks(self, block_ids: ListOf[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of device blocks, and remember their tags until they are written again."""
+        return self._remember(self._store.read_blocks(block_ids), self._tags.device[list(block_ids)])
+
+    def read_host_blocks(self, block_ids: ListOf[int]) -> npt.NDArray[np.uint8]:
+        """Do the same for host blocks."""
+        return self._remember(self._store.read_host_blocks(block_ids), self._tags.host[list(block_ids)])
+
+    def write_blocks(self, block_ids: ListOf[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Overwrite device blocks; bytes that were read here have the same tags, for whichever root reads them now."""
+        self._store.write_blocks(block_ids, contents)
+        for block_id, block in zip(block_ids, contents, strict=True):
+            self._tags.device[block_id] = self._read.get(_digest(block), _FOREIGN)
+            self._is_poisoned[block_id] = False
+
+    def poison(self, block_ids: Iterable[int]) -> None:
+        """Fill device blocks with NaN that hold something; their tags say that they hold nothing."""
+        dirty = [block_id for block_id in block_ids if not self._is_poisoned[block_id]]
+        if dirty:
+            self._store.write_blocks(dirty, np.full((len(dirty), self.block_bytes), _NAN, dtype=np.uint8))
+        self._is_poisoned[dirty] = True
+        self._tags.device[dirty] = _NOTHING
+
+    def note_written(self, block_ids: npt.NDArray[np.int32]) -> None:
+        """Note that a step writes to these blocks."""
+        self._is_poisoned[block_ids] = False
+
+    def _remember(self, contents: npt.NDArray[np.uint8], tags: Tags) -> npt.NDArray[np.uint8]:
+        tags[..., 0] = _ANY_ROOT
+        for block, own in zip(contents, tags, strict=True):
+            known = self._read.setdefault(_digest(block), own)
+            if not np.array_equal(known, own):
+                # Why: equal bytes of different tokens tell nothing.
+                known[...] = _FOREIGN
+        while len(self._read) > _MOST_READ:
+            del self._read[next(iter(self._read))]
+        return contents
+
+
+def _digest(block: npt.NDArray[np.uint8]) -> bytes:
+    return blake2b(block.tobytes(), digest_size=16).digest()
+
+
+class ShadowRunner(ModelRunner):
+    """A ``ModelRunner`` that compares the tags of what a step reads, and tags what it has computed."""
+
+    def __init__(self, runner: ModelRunner, tags: ShadowTags, store: ShadowStore | None) -> None:
+        self.__dict__.update(vars(runner))
+        self._tags, self._store = tags, store
+
+    def execute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
+        """Compute ``rows``. Raises as ``ModelRunner.execute``, and ``InternalError`` before a wrong slot is read."""
+        tables = [one.block_ids for one in block_manager.tables(row.sequence.sequence_id for row in rows)]
+        for row, table in zip(rows, tables, strict=True):
+            self._prepare(row, table)
+        if self._tags.violations:
+            raise InternalError("; ".join(one.what for one in self._tags.violations))
+        sampled = super().execute(rows, block_manager)
+        for row, table in zip(rows, tables, strict=True):
+            self._tags.write(table, row.start, self._tags.expected(row.sequence, row.start, row.end), row.end)
+        return sampled
+
+    def _prepare(self, row: ScheduledRow, table: npt.NDArray[np.int32]) -> None:
+        block_size = self._tags.block_size
+        self._tags.check_read(row.sequence, table, row.start)
+        if self._store is not None:
+            self._store.poison(table[-(-row.start // block_size) :].tolist())
+            self._store.note_written(table[row.start // block_size :])
+        # Why: a step that fails half-way leaves slots of which nothing is known.
+        self._tags.write(table, row.start, _NOTHING, row.end)
+
+
+class ShadowChecker(InvariantChecker):
+    """Checks the laws and the tags after every step, and poisons what is free."""
+
+    def __init__(self, scheduler: Scheduler, tags: ShadowTags, store: ShadowStore | None) -> None:
+        super().__init__(scheduler)
+        self._tags, self._store = tags, store
+
+    def check(self, *further: Violation) -> None:
+        """Raise ``InternalError`` with every law that is broken now, and every wrong read since the last check."""
+        super().check(*self._tags.violations, *further)
+        assert self._before is not None  # Invariant: the laws were just checked
+        blocks, device = self._before.blocks, list(self._before.blocks.device.free_blocks)
+        if self._store is not None:
+            self._store.poison(device)
+        self._tags.device[device] = _NOTHING
+        if blocks.host is not None:
+            self._tags.host[list(blocks.host.free_blocks)] = _NOTHING
+        self._tags.keep(state.sequence_id for state in self._before.waiting + self._before.running)
+
+
+def shadow(
+    scheduler: Scheduler, store: CacheStore | None, runner: ModelRunner
+) -> tuple[CacheStore | None, ModelRunner, InvariantChecker]:
+    """Return the store and the runner with tags beside them, and what checks both after every step."""
+    device, host = scheduler.kv_cache.device, scheduler.kv_cache.host
+    tags = ShadowTags(device.num_blocks, host.num_blocks, device.block_size)
+    shadowed = ShadowStore(store, tags) if store is not None else None
+    return shadowed, ShadowRunner(runner, tags, shadowed), ShadowChecker(scheduler, tags, shadowed)

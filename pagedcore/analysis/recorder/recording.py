@@ -1,0 +1,300 @@
+"""A recording as a file: gzipped lines of JSON, written whole or not at all, and read with limits.
+
+The first line says what it is, the second has the token rows; then each segment has a line with its state and one line
+for each event. Reading allocates nothing that the file's own size does not pay for, save what ``token_rows`` bounds.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final
+
+from pagedcore.analysis.recorder.ring import Event, Segment
+from pagedcore.analysis.recorder.token_rows import TokenRows, decode
+from pagedcore.errors import RecordingError
+from pagedcore.kv_cache.block_hash import BlockHasher
+from pagedcore.sessions.session_file import params_as_mapping
+
+FORMAT: Final = "pagedcore recording"
+VERSION: Final = 3
+_READ: Final = (2, VERSION)
+"""Files of version 2 are the same, without what was refused."""
+_MOST_REFUSED: Final = 2**53
+MAX_FILE_BYTES: Final = 256 * 2**20
+MAX_TEXT_BYTES: Final = 1024 * 2**20
+"""Of a file that is read, and of its text."""
+MAX_BLOCKS: Final = 2**22
+_LEVEL: Final = 1  # Why: a tenth of the time of the best level, for a third more bytes
+
+
+@dataclass(slots=True, eq=False)
+class Recording:
+    """What a file holds.
+
+    A described sequence has ``row``, the number of one of ``rows``, and ``tokens`` as far as they were known then.
+    """
+
+    header: dict[str, Any]
+    rows: list[tuple[int, array[int]]]
+    """(number of the cache root, tokens or ranks) of every life of a sequence, from its description to its end."""
+    segments: list[dict[str, Any]] = field(default_factory=list)
+    """Each with ``settings``, ``state``, ``is_continuous``, ``events``."""
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the rows are token ids."""
+        return bool(self.header["has_tokens"])
+
+
+def canonical(value: Any) -> str:
+    """Return the one JSON text of a plain value; decisions are compared by it."""
+    return json.dumps(value, separators=(",", ":"), sort_keys=True, default=_as_plain, allow_nan=False)
+
+
+def _as_plain(value: Any) -> Any:
+    if isinstance(value, array):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} in a recording")
+
+
+class _Writer:
+    """Turns segments into lines."""
+
+    def __init__(self, hasher: BlockHasher, *, keeps_tokens: bool) -> None:
+        self._hasher = hasher
+        self._rows = TokenRows(keeps_tokens=keeps_tokens)
+        self._keeps_tokens = keeps_tokens
+        self._lives: dict[int, array[int]] = {}
+        self._roots: dict[bytes, int] = {}
+        self._words: dict[Any, str] = {}
+
+    def lines(self, header: Mapping[str, Any], segments: Iterable[Segment]) -> Iterator[str]:
+        """Yield the text of a file, line by line."""
+        parts = [(self._begin(segment), [canonical(self._event(one)) for one in list(segment.events)])
+                 for segment in segments]
+        yield canonical({**header, "format": FORMAT, "version": VERSION, "has_tokens": self._keeps_tokens})
+        yield canonical(self._rows.encode(self._roots))
+        for begin, events in parts:
+            # Why last: a key is looked for among those of all rows.
+            moves = begin["state"]["moves"]
+            moves["left"] = self._places_of(moves["left"])
+            yield canonical(begin)
+            yield from events
+
+    def _begin(self, segment: Segment) -> dict[str, Any]:
+        state, size = segment.state, segment.settings["block_size"]
+        self._lives = {}
+        described = [self._described(one) for one in state["sequences"]]
+        beams = [[numbers, [self._described(one) for one in waiting]] for numbers, waiting in state["beams"]]
+        memories = {name: self._memory(state[name], size) for name in ("device", "host")}
+        return {
+            "settings": segment.settings, "is_continuous": segment.is_continuous,
+            "state": {**state, **memories, "moves": {**state["moves"]}, "sequences": described,
+                      "beams": beams, "queues": self._queues(state["queues"])},
+        }
+
+    def _event(self, event: Event) -> list[Any]:
+        now_s, name, arguments, decision = event
+        if name == "commit":
+            for number, token_id in zip(arguments[1], arguments[2], strict=True):
+                self._lives[number].append(token_id)
+            return [now_s, name, [arguments[0], arguments[1]], decision]
+        return [now_s, name, [self._plain(one) for one in arguments], decision]
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, dict) and "tokens" in value:
+            return self._described(value)
+        return [self._plain(one) for one in value] if isinstance(value, list) else value
+
+    def _described(self, described: Mapping[str, Any]) -> dict[str, Any]:
+        life = self._lives[described["plain"]["sequence_id"]] = described["tokens"][:]
+        plain = {name: self._word(name, value) for name, value in described["plain"].items()}
+        found = {"plain": plain, "row": self._rows.add(described["root"], life)}
+        for name in ("status", "num_keys", "num_scored", "num_sequences", "num_tokens"):
+            found[name] = described[name]
+        if self._keeps_tokens:
+            params = described["params"]
+            found["params"] = params_as_mapping(params) | (
+                # Why: code is in no file, and without it the point is another one.
+                {"logits_processor": True} if params.logits_processor is not None else {}
+            )
+        return found
+
+    def _word(self, name: str, value: Any) -> Any:
+        """Replace text that may be a caller's own, such as a tenant, by a number of its own."""
+        if not isinstance(value, str | bytes) or name == "finish_reason":
+            return value
+        return self._words.setdefault(value, f"#{len(self._words)}")
+
+    def _queues(self, queues: Mapping[str, Any] | None) -> dict[str, Any] | None:
+        if queues is None:
+            return None
+        virtual = [[self._word("tenant", tenant), *rest] for tenant, *rest in queues["virtual"]]
+        return {**queues, "virtual": virtual}
+
+    def _memory(self, memory: Mapping[str, Any], size: int) -> dict[str, Any]:
+        """Give the blocks of a prefix cache rows, one for each end of a chain; the blocks before share it."""
+        entries, row_of = memory["entries"], dict[int, int]()
+        inner = {entry[1] for entry in entries}
+        for end in range(len(entries)):
+            if end in inner:
+                continue
+            chain = [end]
+            while (parent := entries[chain[-1]][1]) >= 0:
+                chain.append(parent)
+            tokens = array("q", [token for place in reversed(chain) for token in memory["tokens"][place]])
+            row = self._rows.add(memory["roots"][chain[-1]], tokens)
+            for place in chain:
+                row_of.setdefault(place, row)
+        rest = {name: value for name, value in memory.items() if name not in ("tokens", "roots", "entries")}
+        lengths = [len(tokens) for tokens in memory["tokens"]]
+        return {**rest, "entries": [[*entry, row_of[n], lengths[n]] for n, entry in enumerate(entries)]}
+
+    def _places_of(self, keys: list[bytes]) -> list[tuple[int, int] | None]:
+        """Return (row, block) of each key, ``None`` where no row of this recording has it."""
+        places = _keys_of(self._hasher, self._rows.rows) if keys else {}
+        return [places.get(key) for key in keys]
+
+
+def _keys_of(hasher: BlockHasher, rows: Iterable[tuple[bytes, array[int]]]) -> dict[bytes, tuple[int, int]]:
+    places: dict[bytes, tuple[int, int]] = {}
+    for number, (root, tokens) in enumerate(rows):
+        keys: list[bytes] = []
+        hasher.extend(keys, root, tokens, len(tokens) // hasher.block_size)
+        for block, key in enumerate(keys):
+            places.setdefault(key, (number, block))
+    return places
+
+
+def write_recording(
+    path: str | os.PathLike[str], header: Mapping[str, Any], segments: Iterable[Segment], hasher: BlockHasher, *,
+    keeps_tokens: bool,
+) -> None:
+    """Write a file that only its owner can read, in one piece: whatever breaks that off leaves no part of it.
+
+    Raises ``OSError`` if it cannot be written.
+    """
+    target = Path(path)
+    number, temporary = tempfile.mkstemp(prefix=".recording-", dir=target.parent)
+    try:
+        with (os.fdopen(number, "wb") as file,
+              gzip.GzipFile(fileobj=file, mode="wb", compresslevel=_LEVEL, mtime=0) as packed):
+            for line in _Writer(hasher, keeps_tokens=keeps_tokens).lines(header, segments):
+                packed.write(line.encode() + b"\n")
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def read_recording(path: str | os.PathLike[str]) -> Recording:
+    """Read a file.
+
+    Raises:
+        RecordingError: it is damaged, is none, is too large, or is of another version.
+        OSError: it cannot be read.
+    """
+    try:
+        return _parse(_lines(Path(path)))
+    except RecordingError:
+        raise
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise RecordingError(f"the file is damaged or cut off ({type(error).__name__})") from None
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        raise RecordingError(f"the file is none ({type(error).__name__})") from None
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise RecordingError(f"the file has more than {MAX_FILE_BYTES} bytes")
+    num_left = MAX_TEXT_BYTES
+    with gzip.open(path, "rb") as file:
+        while line := file.readline(num_left + 1):
+            num_left -= len(line)
+            if num_left < 0:
+                raise RecordingError(f"its text has more than {MAX_TEXT_BYTES} bytes")
+            yield line
+
+
+def _parse(lines: Iterator[bytes]) -> Recording:
+    header = json.loads(next(lines, b"{}"))
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise RecordingError("the file is none")
+    if header.get("version") not in _READ:
+        raise RecordingError(f"the file is not of version {_READ[0]} to {VERSION}, which this pagedcore reads")
+    recording = Recording(header, decode(json.loads(next(lines, b"[]"))))
+    for line in lines:
+        value = json.loads(line)
+        if isinstance(value, dict):
+            recording.segments.append({**value, "state": _state(value, recording.rows), "events": []})
+        else:
+            now_s, name, arguments, decision = value
+            if name == "refused" and not all(type(one) is int and 0 < one <= _MOST_REFUSED
+                                             for counts in arguments for one in counts.values()):
+                raise RecordingError("what was turned away is no count")
+            known = [_with_tokens(one, recording.rows) for one in arguments]
+            recording.segments[-1]["events"].append((float(now_s), str(name), known, decision))
+    return recording
+
+
+def _state(segment: Mapping[str, Any], rows: list[tuple[int, array[int]]]) -> dict[str, Any]:
+    state: dict[str, Any] = segment["state"]
+    settings = segment["settings"]
+    if not all(0 <= settings[name] <= MAX_BLOCKS for name in ("num_blocks", "num_host_blocks")):
+        raise RecordingError(f"a pool has more than {MAX_BLOCKS} blocks")
+    for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
+        if type(settings[name]) is not int or settings[name] < 1:
+            raise RecordingError(f"{name} is no number from 1")
+    for memory, num_blocks in ((state["device"], settings["num_blocks"]), (state["host"], settings["num_host_blocks"])):
+        if len(memory["counts"]) != num_blocks:
+            raise RecordingError("a pool is not as large as its settings say")
+        tokens, roots = list[Any](), list[bytes]()
+        for entry in memory["entries"]:
+            # Why first: parents come before what continues them, so this is where they end.
+            start = memory["ends"][entry[1]] if entry[1] >= 0 else 0
+            root, row = rows[entry[6]]
+            memory.setdefault("ends", []).append(start + entry[7])
+            tokens.append(tuple(row[start : start + entry[7]]))
+            roots.append(root_of(root))
+        memory["entries"] = [entry[:6] for entry in memory["entries"]]
+        memory["tokens"], memory["roots"] = tokens, roots
+        memory.pop("ends", None)
+    state["sequences"] = [_with_tokens(one, rows) for one in state["sequences"]]
+    state["beams"] = [[numbers, _with_tokens(waiting, rows)] for numbers, waiting in state["beams"]]
+    state["moves"]["left"] = _keys_at(state["moves"]["left"], rows, BlockHasher(settings["block_size"], b""))
+    return state
+
+
+def _keys_at(places: list[Any], rows: list[tuple[int, array[int]]], hasher: BlockHasher) -> list[bytes]:
+    """Return the keys of blocks of rows; of an unknown one a key that no block has."""
+    known = {place: key for key, place in _keys_of(hasher, [(root_of(root), row) for root, row in rows]).items()} \
+        if any(places) else {}
+    return [known[tuple(place)] if place else sha256(f"unknown {number}".encode()).digest()
+            for number, place in enumerate(places)]
+
+
+def _with_tokens(value: Any, rows: list[tuple[int, array[int]]]) -> Any:
+    if isinstance(value, dict) and "row" in value:
+        root, row = rows[value["row"]]
+        if not 0 <= value["num_tokens"] <= len(row):
+            raise RecordingError("a sequence is longer than its row of tokens")
+        if not 0 <= value["num_keys"] <= value["num_tokens"] or not 0 <= (value["num_scored"] or 0) <= len(row):
+            raise RecordingError("more of a sequence is known than it has tokens")
+        return {**value, "root": root_of(root), "tokens": row[: value["num_tokens"]]}
+    return [_with_tokens(one, rows) for one in value] if isinstance(value, list) else value
+
+
+def root_of(number: int) -> bytes:
+    """Return the cache root that a replay uses for the root of this number."""
+    return sha256(f"pagedcore recorded root {int(number)}".encode()).digest()
