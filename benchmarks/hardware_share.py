@@ -124,7 +124,7 @@ class Steps:
 
 def limits(engine: Engine, steps: Steps, peaks: Peaks) -> Counter[str]:
     """Return the least seconds that the parts of the steps take."""
-    backend: Any = engine._components.runner.backend
+    backend: Any = engine.components.runner.backend
     products = backend._decoder.products
     least: Counter[str] = Counter()
     sizes = dict.fromkeys(PARTS[:2], (0, 0))
@@ -169,7 +169,7 @@ def main() -> None:
         plugins=[steps],
     )
     answer(engine, workload("warm"))
-    names, backend, seconds, sizes = given.workloads.split(","), engine._components.runner.backend, {}, {}
+    names, backend, seconds, sizes = given.workloads.split(","), engine.components.runner.backend, {}, {}
     for name in names:
         steps.sizes = []
         seconds[name], sizes[name] = answer(engine, workload(name)), list(steps.sizes)

@@ -27,6 +27,7 @@ from quotes import NOISE, TIMES, Asked, Served, capacity, known, learnt, load_of
 
 from pagedcore import Engine, SamplingParams
 from pagedcore.analysis.quotes.quote_book import SHARE, QuoteBook
+from pagedcore.analysis.quotes.quoting import begin_quotes
 from pagedcore.outputs import Quote
 from pagedcore.sequence import Sequence
 
@@ -62,7 +63,7 @@ class Oracle:
 
     def __init__(self, engine: Engine, seed: int, num_draws: int, *, is_known: bool) -> None:
         self._engine, self._num_draws, self._is_known = engine, num_draws, is_known
-        self._book, self._drawn = engine.begin_quotes(), Drawn(engine, seed, is_known=is_known)
+        self._book, self._drawn = begin_quotes(engine), Drawn(engine, seed, is_known=is_known)
         noise = np.array(json.loads(NOISE.read_text())["cpu"])
         self._num, self._rng = len(noise), np.random.default_rng(seed)
         self._first = random.Random(seed).randrange(self._num)

@@ -1,4 +1,4 @@
-"""Public names of a package that are imported when they are first used."""
+"""Names that are imported when they are first used: a package's public ones, and functions of a storey above."""
 
 from __future__ import annotations
 
@@ -38,3 +38,15 @@ def lazy_names(
         return value
 
     return get
+
+
+def delegate(module: str, name: str) -> Callable[..., Any]:
+    """Return a stand-in for a function of a module that is imported at its first call.
+
+    For what an engine offers and a storey above it does, which nobody pays for who does not use it.
+    """
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*arguments, **keywords)
+
+    return call

@@ -1,4 +1,4 @@
-"""What a caller gets back: completions, and the deltas of a stream. Plain frozen data."""
+"""What a caller gets back: completions, deltas of a stream, and what an engine says of requests. Plain frozen data."""
 
 from __future__ import annotations
 
@@ -11,6 +11,21 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length", "abort", "error"]
 _SHOWN: Final = 160
 """Characters of a completion that its ``repr`` has."""
+_WAITS: Final = {
+    "company": "it waits for company (min_batch_size)",
+    "prefix": "another request computes the beginning that both share",
+    "transfer": "KV blocks are on their way between host and device",
+    "rows": "all rows of the batch are taken (max_num_seqs)",
+    "tokens": "the token budget of a step is used up (max_num_batched_tokens)",
+    "blocks": "too few KV blocks are free",
+    "stall": "it runs, lacks a KV block, and waits for another sequence to end",
+    "phase": "the present step has decode rows only (phases)",
+    "tenant": "its tenant has as many rows or blocks as it may (policy_options)",
+    "batch": "a static batch has to end first",
+    "new": "it starts with the next step",
+    "stuck": "no plan can be made",
+}
+"""What the reasons of an ``Explanation`` say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +223,58 @@ class Delta:
 def _shortened(text: str) -> str:
     half = _SHOWN // 2
     return text if len(text) <= _SHOWN else f"{text[:half]} ... {text[-half:]}"
+
+
+class Holder(NamedTuple):
+    """A request that holds KV blocks."""
+
+    request_id: str
+    num_blocks: int
+    since_s: float
+    """Seconds since it first started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Where a request stands; ``str`` gives one line. For operators: it names other requests by the engine's ids."""
+
+    request_id: str
+    state: str
+    """"waiting", "prefill", "decode", "finished" or "unknown"; "held": an ``AsyncEngine``'s queue has no room yet."""
+    reason: str = ""
+    """Why it does not compute now, as the keys of ``StepStats.waits``, or "stuck"; empty if it does."""
+    waited_s: float = 0.0
+    """Seconds since it arrived, or since it was preempted last, if it waits."""
+    waits_s: tuple[tuple[str, float], ...] = ()
+    """These seconds by reason, longest first, as far back as is known."""
+    num_before: int = 0
+    """Sequences that wait before it."""
+    num_preemptions: int = 0
+    num_blocks: int = 0
+    """KV blocks that it holds."""
+    num_lacking: int = 0
+    """KV blocks that it would need now beyond those."""
+    num_available: int = 0
+    """KV blocks without a holder."""
+    num_pool_blocks: int = 0
+    holders: tuple[Holder, ...] = ()
+    """Who holds blocks, most first, at most eight."""
+
+    def __str__(self) -> str:
+        if not self.reason:
+            return f"{self.state}, {self.num_blocks} KV blocks"
+        parts = [f"{self.state} {self.waited_s:.1f} s: {_WAITS.get(self.reason, self.reason)}"]
+        if self.holders:
+            held = sum(one.num_blocks for one in self.holders)
+            oldest_s = max(one.since_s for one in self.holders)
+            parts.append(
+                f"{len(self.holders)} requests hold {held} of {self.num_pool_blocks} blocks, for up to "
+                f"{oldest_s:.1f} s; {self.num_available} are available, it lacks {self.num_lacking}"
+            )
+        if self.num_before:
+            parts.append(f"{self.num_before} sequences wait before it")
+        if self.num_preemptions:
+            parts.append(f"it was preempted {self.num_preemptions} times")
+        if len(self.waits_s) > 1:
+            parts.append("so far " + ", ".join(f"{reason} {seconds:.1f} s" for reason, seconds in self.waits_s))
+        return "; ".join(parts)

@@ -13,8 +13,6 @@ from functools import partial
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
-from pagedcore.analysis.quotes.promises import PromiseBook
-from pagedcore.analysis.quotes.quote_book import QuoteBook
 from pagedcore.config.engine_config import BESIDE_SETTINGS, EngineConfig, own_names
 from pagedcore.config.field_rules import invalid_setting
 from pagedcore.config.limits import MAX_SCORED_BYTES
@@ -25,6 +23,7 @@ from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
 from pagedcore.kv_cache import eviction
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
+from pagedcore.lazy_names import delegate
 from pagedcore.models.checkpoints.hub import ModelName
 from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv_format
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
@@ -32,6 +31,7 @@ from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import EngineHooks, create_plugin_manager
 from pagedcore.protocols import DecodesTokens, HasFingerprint, ModelFingerprint, NamesVariablePart, UsesTorchThreads
 from pagedcore.requests.input_processor import InputProcessor
+from pagedcore.requests.observers import EngineObserver
 from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.policy_guard import make_policy
 from pagedcore.scheduler.scheduler import Scheduler
@@ -41,13 +41,15 @@ from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
-    from pagedcore.analysis.diagnosis.invariants import InvariantChecker
     from pagedcore.plugins.manager import PluginManager
     from pagedcore.plugins.registry import Registry, Table
     from pagedcore.protocols import CacheStore, ModelBackend, Tokenizer
     from pagedcore.scheduler.policies import Policy
 
 _log = logging.getLogger("pagedcore")
+_promise_deadlines: Callable[..., tuple[EngineObserver, ...]] = delegate(
+    "pagedcore.analysis.quotes.promises", "promise_deadlines")
+_shadow = delegate("pagedcore.analysis.diagnosis.shadow", "shadow")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +72,8 @@ class EngineComponents:
     """As ``Engine.identity``."""
     chat_format: ChatFormat
     """As ``Engine.chat_format``."""
-    laws: InvariantChecker | None = None
-    """What is checked after every step, with ``check_invariants`` only."""
-    promises: PromiseBook | None = None
-    """With a policy that promises only."""
+    observers: tuple[EngineObserver, ...] = ()
+    """What watches it from the start: laws (``check_invariants``), and promises if the policy makes some."""
 
 
 def build_components(
@@ -135,23 +135,19 @@ def _assemble(
         gate=BatchGate(config.min_batch_size, config.max_wait_s), phases=config.phases,
         prefill_share=config.prefill_share,
     )
-    promises = None
-    if policy.promises:
-        scheduler.queues.quotes = quotes = QuoteBook(scheduler)
-        scheduler.queues.promises = promises = PromiseBook(scheduler, quotes)
-    store, laws, form = memory.store, None, kv_format(backend, memory.block_size)
+    observers = _promise_deadlines(scheduler) if policy.promises else ()
+    store, form = memory.store, kv_format(backend, memory.block_size)
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
     threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
     runner = ModelRunner(backend, Sampler(backend.vocab_size, grammars.mask_rows), threads)
     if config.check_invariants:
-        from pagedcore.analysis.diagnosis.shadow import shadow
-
-        store, runner, laws = shadow(scheduler, store, runner)
+        store, runner, laws = _shadow(scheduler, store, runner)
+        observers = *observers, laws
     return EngineComponents(
         config, input_processor, kv_cache, scheduler, runner, hooks, info,
         memory.num_bytes, store, backend_fingerprint(backend), form,
         _identity(backend, form, info.max_model_len, tokenizer, config.chat_template),
-        _chat_format(manager.registry, config, text), laws, promises,
+        _chat_format(manager.registry, config, text), observers,
     )
 
 

@@ -8,33 +8,45 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
-from contextlib import suppress
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as ListOf
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
+from pagedcore.config.keywords import refuses_unknown
 from pagedcore.engine.calibration import calibrate
 from pagedcore.engine.step import StepRunner
 from pagedcore.engine.step_report import StepReport
-from pagedcore.engine.whole_calls import WholeCalls
+from pagedcore.engine.wait_log import WaitLog
 from pagedcore.errors import EngineClosed, InternalError, NotPicklable
 from pagedcore.execution.kv_transfers import KVTransfers
-from pagedcore.outputs import Delta, RequestOutput
-from pagedcore.protocols import Clock, MonotonicClock
-from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options
-from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
+from pagedcore.lazy_names import delegate
+from pagedcore.outputs import Delta, Explanation, Quote, RequestOutput
+from pagedcore.protocols import ChatMessage, Clock, MonotonicClock
+from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options, sampling_advice
+from pagedcore.requests.chat import Chat
+from pagedcore.requests.infill import Infill
+from pagedcore.requests.input_processor import ProcessedRequest, Prompt, is_single
+from pagedcore.requests.observers import EngineObserver
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable
 from pagedcore.requests.stats import EngineStats
+from pagedcore.requests.text_verbs import TextVerbs
 from pagedcore.requests.turn_rules import TurnRules
+from pagedcore.requests.validation import pair_with_params
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.sequence import SequenceStatus
 from pagedcore.sessions.kv_file import KVDirectory
 from pagedcore.sessions.parking import Parking
 from pagedcore.sessions.session import Session, SessionStore
+from pagedcore.tool_calls.chat_reply import KEYWORDS, ChatReply, begin_chat, read_reply
 
 if TYPE_CHECKING:
     from pagedcore.engine.builder import EngineComponents
@@ -43,7 +55,15 @@ _MOST_SLEEP_S: Final = 0.01
 """The longest that one step sleeps for a gate, so that its caller may bring further requests meanwhile."""
 
 
-class Engine(WholeCalls):
+_quote: Callable[..., Quote] = delegate("pagedcore.analysis.quotes.quoting", "quote")
+_explain: Callable[..., Explanation] = delegate("pagedcore.analysis.diagnosis.explanation", "explain")
+_report_stall = delegate("pagedcore.analysis.diagnosis.explanation", "report_stall")
+_recorder: Callable[..., EngineObserver] = delegate("pagedcore.analysis.recorder.dumps", "RecordsEngine")
+_take_recording: Callable[..., Callable[[str | os.PathLike[str]], None]] = delegate(
+    "pagedcore.analysis.recorder.dumps", "take_recording")
+
+
+class Engine(TextVerbs):
     """Continuous batching over a paged KV pool, one ``step()`` at a time.
 
     One thread at a time: another one's call raises ``EngineInUse``. ``AsyncEngine`` is for callers on several threads.
@@ -54,53 +74,58 @@ class Engine(WholeCalls):
 
     def __init__(self, components: EngineComponents, clock: Clock | None = None) -> None:
         config, kv_cache = components.config, components.kv_cache
-        self._components = components
-        self.input_processor: InputProcessor = components.input_processor
-        self._input_processor = self.input_processor
+        self.components = components
+        """What it was built from; for observation."""
+        self.input_processor = components.input_processor
         self.scheduler = scheduler = components.scheduler
         """For invariant checks and observation; do not call its verbs."""
         self.hooks = components.hooks
-        """The observers of this engine; further ones may be added, on the engine's thread."""
+        """The plugins that look on; further ones may be added, on the engine's thread."""
         self.chat_format, self.identity = components.chat_format, components.identity
         """``identity`` is equal for engines with the same weights, number format, kernels, versions and context, whose
         greedy completions are the same; unlike any other for a backend that does not describe its weights."""
         self.max_lull_s = math.inf if config.max_wait_ms is None else config.max_wait_s
         """The longest that an owner may let the first request of an idle engine wait for others, in seconds."""
         self._runner = components.runner
-        self._clock = clock if clock is not None else MonotonicClock()
+        self.clock: Clock = clock if clock is not None else MonotonicClock()
         tokenizer, sequence_ids = self.input_processor.tokenizer, count(1)
         self._outputs = OutputProcessor(
-            tokenizer, scheduler, sequence_ids, self.hooks, self._clock, self.input_processor.eos_token_ids)
+            tokenizer, scheduler, sequence_ids, self.hooks, self.clock, self.input_processor.eos_token_ids)
         self.requests = RequestTable(
-            self, self.input_processor, self._outputs, scheduler, sequence_ids, self._clock, config.seed,
+            self, self.input_processor, self._outputs, scheduler, sequence_ids, self.clock, config.seed,
             config.enable_prefix_caching,
         )
         """All requests that were not removed, oldest first."""
         self._report = StepReport(scheduler, self._outputs)
-        self._transfers = KVTransfers(components.store, scheduler.moves, self._clock)
+        self._transfers = KVTransfers(components.store, scheduler.moves, self.clock)
         if kv_cache.host.num_blocks > 0 and config.preemption == "auto":
             self._calibrate(min(components.info.max_model_len, config.max_num_batched_tokens))
-        self.turn_rules = TurnRules(scheduler, self._outputs, self._clock, config.queue_timeout_s)
+        self.turn_rules = TurnRules(scheduler, self._outputs, self.clock, config.queue_timeout_s)
         """Which requests end before they start; its ``queue_timeout_s`` is for an owner to set."""
         self._steps = StepRunner(
-            scheduler, components.runner, self._transfers, self._outputs, self.turn_rules, self._clock, self._give_up
+            scheduler, components.runner, self._transfers, self._outputs, self.turn_rules, self.clock, self._give_up
         )
         parking = Parking(
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
-            self._clock, self._steps.change,
+            self.clock, self._steps.change,
         )
-        self._begin_diagnosis(parking, self._outputs.groups)
         self.sessions = SessionStore(
             self.accept, self._step_or_sleep, self.input_processor, self.requests, parking, components.fingerprint,
             config.session_secret,
         )
         """The open sessions."""
-        self._is_closed, self._closing_reason, self._laws = False, "this engine is closed", components.laws
+        self.observers = self._outputs.observers
+        """What watches it beside the plugins; see ``add_observer``."""
+        self.wait_log = WaitLog()
+        """What stopped the waiting queue, and when."""
+        self._is_closed, self._closing_reason = False, "this engine is closed"
+        for one in (*components.observers, *([_recorder(self)] if config.flight_recorder != "off" else [])):
+            self.add_observer(one)
         self.hooks.engine_started(components.info)
 
     def _calibrate(self, most_tokens: int) -> None:
         try:
-            calibrate(self._runner.backend, self.scheduler, self._transfers, self._clock, most_tokens)
+            calibrate(self._runner.backend, self.scheduler, self._transfers, self.clock, most_tokens)
         except BaseException:
             # Why: there will be no engine to close.
             self.hooks.at_the_end()
@@ -158,7 +183,7 @@ class Engine(WholeCalls):
         num_before = len(taken)
         try:
             with self._steps.change():
-                return self._noted(self.requests.accept(processed, taken, held_s))
+                return self._accepted(self.requests.accept(processed, taken, held_s))
         except BaseException:
             # Why: an interrupt may come when it was taken already, and then no caller would know of it.
             self._withdraw(taken[num_before:])
@@ -174,7 +199,86 @@ class Engine(WholeCalls):
             processed = self.requests.process_turn(request, prompt, params, index)
             with self._steps.change():
                 self.requests.begin_turn(request, processed, index)
-                self._noted(request)
+                self._accepted(request)
+
+    @refuses_unknown("keyword", sampling_advice)
+    def generate(
+        self, prompts: Iterable[Prompt] | Chat | Infill,
+        params: SamplingParams | Iterable[SamplingParams] | None = None, *, show_progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Complete many prompts and return their outputs in the same order; other requests advance along with them.
+
+        Args:
+            prompts: any number, from a list or another iterable, which is read to its end before anything runs; they
+                are fed to the waiting queue as it has room. One list of chat messages is one prompt, as is an
+                ``Infill``.
+            params: one for all, or one per prompt.
+            show_progress: a progress bar; ``None`` shows it on terminals and in notebooks only.
+
+        Raises:
+            InvalidRequest: a prompt or its parameters are refused; then none was started.
+        """
+        given = [prompts] if is_single(prompts) else prompts
+        return self._complete([self.prepare(prompt, one) for prompt, one in pair_with_params(given, params)],
+                              show_progress)
+
+    def chat(
+        self, messages: ListOf[ChatMessage] | Chat, params: SamplingParams | None = None, *,
+        tools: ListOf[Mapping[str, Any]] | None = None, tool_choice: Any = None, parallel_tool_calls: bool = True,
+        template_arguments: Mapping[str, Any] | None = None, reasoning_effort: str | None = None,
+        **options: Unpack[OptionKeywords],
+    ) -> ChatReply:
+        """Complete one chat and return what the model says; other requests advance along with it.
+
+        Args:
+            messages: of the chat, with roles and contents, or a ``Chat``.
+            params: as for ``add_request``, like the options.
+            tools: that the model may call, as for ``Chat``.
+            tool_choice: which of them, and whether it has to: "auto", "none", "required" or
+                ``{"type": "function", "function": {"name": ...}}``.
+            parallel_tool_calls: whether it may make several calls at once.
+            template_arguments: as for ``Chat``, such as ``{"enable_thinking": False}``.
+            reasoning_effort: "none" to "max", for a template that reads such an argument.
+            **options: as for ``add_request``.
+
+        Raises:
+            InvalidRequest: the chat, its tools or its parameters are refused.
+            RequestFailed: a completion failed.
+        """
+        asked = read_options(options, *KEYWORDS)
+        prompt, turn = begin_chat(
+            self.chat_format, messages, params, tools=tools, tool_choice=tool_choice,
+            parallel_tool_calls=parallel_tool_calls, template_arguments=template_arguments,
+            reasoning_effort=reasoning_effort)
+        (output,) = self._complete([self.input_processor.process(prompt, turn.params, asked)])
+        return read_reply(turn, output)
+
+    def _complete(
+        self, processed: Iterable[ProcessedRequest], show_progress: bool | None = False
+    ) -> list[RequestOutput]:
+        """Feed requests to the queue as it has room, step until all are done, and return their outputs in order.
+
+        Whatever ends this early aborts them. ``show_progress``: as for ``Engine.generate``.
+        """
+        from tqdm.auto import tqdm
+
+        waiting, requests = deque(processed), list[Request]()
+        # Why: a notebook's output is no terminal, which is what tqdm looks for by itself.
+        by_default = False if "ipykernel" in sys.modules else None
+        is_hidden = by_default if show_progress is None else not show_progress
+        with self.exclusive(), tqdm(total=len(waiting), unit="request", disable=is_hidden) as bar:
+            try:
+                while waiting or not all(request.is_done for request in requests):
+                    while waiting and self.can_accept(waiting[0].params.num_initial_sequences):
+                        # Why not appended here: an interrupt between the two calls would leave the request behind.
+                        self.accept(waiting.popleft(), requests)
+                    self._step_or_sleep()
+                    if not bar.disable and (done := sum(request.is_done for request in requests)) > bar.n:
+                        bar.set_postfix(tokens=self.stats().num_generated_tokens, refresh=False)
+                        bar.update(done - bar.n)
+                return [request.output() for request in requests]
+            finally:
+                self._withdraw(requests)
 
     def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> Session:
         """Open a conversation that can wait, fork and outlive the process; arguments as ``add_request``.
@@ -219,6 +323,18 @@ class Engine(WholeCalls):
         with self._steps.change():
             self.requests.remove(request)
 
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep other threads out, and undo a step that broke off. Raises ``EngineInUse`` if one is in."""
+        with self._steps.exclusive():
+            self._recover()
+            yield
+
+    def add_observer(self, observer: EngineObserver) -> None:
+        """Let an observer watch from now on."""
+        self.observers.append(observer)
+        self.scheduler.queues.observers.append(observer)
+
     def has_pending_requests(self) -> bool:
         """Whether any request waits or runs."""
         return self.scheduler.has_work
@@ -253,33 +369,103 @@ class Engine(WholeCalls):
         try:
             plan = self._steps.run()
         except (InternalError, EngineClosed) as error:
-            self._mention_recording(error, "broken-step")
+            self.note_trouble("broken-step", error)
             raise
-        if not plan.rows or self._steps.has_failed or plan.stopped_by != self._wait_log.reason:
+        if not plan.rows or self._steps.has_failed or plan.stopped_by != self.wait_log.reason:
             self._look_at(plan)
-        if self._laws is not None:
-            self._laws.check()
+        for one in self.observers:
+            one.step_ended()
         if plan.rows and is_observed:
             self.hooks.step_done(self._report.describe(plan, self.stats))
         return self._outputs.take_untold()
 
+    def _look_at(self, plan: SchedulePlan) -> None:
+        """Note what stops the queue, whether the model failed, and whether nothing was computed for long."""
+        now_s = self.clock.now()
+        if plan.stopped_by != self.wait_log.reason:
+            self.wait_log.note(now_s, plan.stopped_by)
+        if self._steps.has_failed and self.observers:
+            failed = {row.sequence.sequence_id for row in plan.rows}
+            errors = [one.error for one in self.requests if one.error is not None
+                      and failed.intersection(each.sequence_id for each in one.sequences)]
+            self.note_trouble("failed-step", *errors)
+        if self.wait_log.stands_still(now_s, is_idle=not plan.rows and self._steps.is_stalled):
+            _report_stall(self)
+            self.note_trouble("stall")
+
+    def note_trouble(self, why: str, *errors: BaseException) -> None:
+        """Let observers keep what helps to find out why; see ``EngineObserver.note_trouble``."""
+        for one in self.observers:
+            one.note_trouble(why, errors)
+
     def _step_or_sleep(self) -> list[PendingOutput]:
         pending = self.step_pending()
         if not pending and (gated_s := self.gated_s) > 0.0:
-            self._clock.sleep(min(gated_s, _MOST_SLEEP_S))
+            self.clock.sleep(min(gated_s, _MOST_SLEEP_S))
         return pending
 
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions of a request as they stand."""
         return self._outputs.output_of(request)
 
+    def quote(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, exact: bool = False,
+        **options: Unpack[OptionKeywords],
+    ) -> Quote:
+        """Say when a request would start, have its first token and end if it came now; nothing is accepted.
+
+        From the first quote on, the engine learns what steps cost, how long completions are and how far off its quotes
+        are. For operators and their admission control: an answer shows how much others have to do.
+
+        Args:
+            prompt: as for ``add_request``, like ``params`` and ``options``.
+            exact: make a dry run of the scheduler, step by step, instead of a formula: milliseconds to seconds.
+
+        Raises:
+            InvalidRequest: as ``add_request``.
+            EngineInUse: another thread is in a call of this engine.
+        """
+        return _quote(self, prompt, params, options, exact=exact)
+
+    def explain(self, request_id: str) -> Explanation:
+        """Say where a request stands and, if it waits, why, for how long, and who holds what it lacks.
+
+        For operators: the answer names other requests. ``request_id`` is the engine's id or the caller's own label; an
+        id that is not known gives the state "unknown".
+
+        Raises ``EngineInUse`` if another thread is in a call of this engine, ``InvalidRequest`` for an id that is no
+        text.
+        """
+        return _explain(self, request_id)
+
+    def dump_recording(self, path: str | os.PathLike[str]) -> None:
+        """Write what the flight recorder has to a file that only its owner can read; see ``pagedcore replay``.
+
+        Without ``flight_recorder="tokens"`` it has no token ids and nothing that a guess of a prompt can be checked by.
+
+        Raises:
+            RecordingError: the flight recorder is off, or nothing was recorded yet.
+            ForkedProcess: this process is a fork of the engine's.
+            OSError: the file cannot be written; then there is none.
+        """
+        self.take_recording()(path)
+
+    def take_recording(self) -> Callable[[str | os.PathLike[str]], None]:
+        """Return a function that writes the recording as it is now, once, on any thread. Raises as ``dump_recording``.
+
+        For an engine that must not wait for compression and a disk.
+        """
+        return _take_recording(self)
+
     def stats(self) -> EngineStats:
         """Return a snapshot of counters and occupancy."""
-        kv_bytes, info, moved = self._components.kv_bytes, self._components.info, self.scheduler.counters
-        block_bytes = kv_bytes // info.num_blocks
+        kv_bytes, info, moved = self.components.kv_bytes, self.components.info, self.scheduler.counters
+        block_bytes, counts = kv_bytes // info.num_blocks, asdict(self._outputs.counters)
+        for one in self.observers:
+            counts.update(one.statistics())
         return EngineStats(
             **asdict(self.scheduler.stats()),
-            **asdict(self._outputs.counters), **self.quote_counters(),
+            **counts,
             block_size=info.block_size,
             kv_bytes=kv_bytes,
             swapped_out_bytes=moved.num_blocks_swapped_out * block_bytes,
@@ -299,7 +485,7 @@ class Engine(WholeCalls):
     @property
     def gated_s(self) -> float:
         """Seconds for which all requests wait for company, if no further one comes; 0: a step can compute something."""
-        return max(0.0, self.scheduler.gated_s(self._clock.now())) if self.scheduler.is_gated else 0.0
+        return max(0.0, self.scheduler.gated_s(self.clock.now())) if self.scheduler.is_gated else 0.0
 
     @property
     def has_failed(self) -> bool:
@@ -323,7 +509,7 @@ class Engine(WholeCalls):
             self.sessions.close()
             self._withdraw(self.requests)
             self._is_closed = True
-        self.hooks.engine_stopped(self._components.info)
+        self.hooks.engine_stopped(self.components.info)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise NotPicklable("an engine")
@@ -333,6 +519,11 @@ class Engine(WholeCalls):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _accepted(self, request: Request) -> Request:
+        for one in self.observers:
+            one.request_accepted(request)
+        return request
 
     def _withdraw(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -360,4 +551,4 @@ class Engine(WholeCalls):
             self.scheduler.restart(())
         with suppress(Exception):
             self.sessions.close()
-        self.hooks.engine_stopped(self._components.info)
+        self.hooks.engine_stopped(self.components.info)

@@ -11,7 +11,6 @@ from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
-from pagedcore.analysis.quotes.quote_book import QuoteBook
 from pagedcore.errors import (
     GrammarFailed,
     InvalidLogits,
@@ -23,7 +22,7 @@ from pagedcore.outputs import FinishReason, RequestOutput
 from pagedcore.protocols import Clock, Tokenizer
 from pagedcore.requests.beam_search import Hypothesis
 from pagedcore.requests.candidate_groups import Branch, CandidateGroup, CandidateGroups
-from pagedcore.requests.ended import note_ended
+from pagedcore.requests.observers import EngineObserver
 from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import Counters
@@ -68,7 +67,8 @@ class OutputProcessor:
         """By sequence id, from the time that the request was accepted until it is removed."""
         self.groups = CandidateGroups(scheduler, sequence_ids, self.open_text, self.remove_text)
         self.counters = Counters()
-        self.quotes: QuoteBook | None = None
+        self.observers: list[EngineObserver] = []
+        """What watches the engine beside the plugins."""
         self._pending: list[PendingOutput] = []
         """What was given output that no caller has been told of, in order."""
         self._num_settled = 0
@@ -378,6 +378,8 @@ class OutputProcessor:
         for request in dict.fromkeys(one.request for one in pending if one.sequence.finish_reason is not None):
             if request.is_done:
                 request.metrics = replace(request.metrics, finished_s=self._clock.now())
-                note_ended(request, self._scheduler, self.quotes, self.counters)
+                self.counters.note_finished(request)
+                for one in self.observers:
+                    one.request_ended(request)
                 if self._observer.observes_requests:
                     self._observer.request_finished(self.output_of(request), request.context)

@@ -128,8 +128,9 @@ class RequestTable:
         request = Request(request_id, sequences, params, options, self.owner, arrival_s)
         request.context = processed.context
         try:
-            if self.outputs.quotes is not None and not processed.has_candidates:
-                self.outputs.quotes.watch(request_id, sequences)
+            if not processed.has_candidates:
+                for one in self.outputs.observers:
+                    one.request_comes(request)
             self._start(request, processed)
             if options.request_id is not None:
                 self._labels.add(label)
@@ -267,8 +268,8 @@ class RequestTable:
     def _forget(self, request: Request) -> None:
         for sequence in (*request.sequences, *request.dropped):
             self.outputs.remove_text(sequence)
-        if self.outputs.quotes is not None:
-            self.outputs.quotes.note_ended(request.request_id, request.metrics, is_whole=False)
+        for one in self.outputs.observers:
+            one.request_ended(request)
         self._labels.discard((request.options.salt, request.options.request_id))
         self._by_id.pop(request.request_id, None)
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.stats import SchedulerStats
+
+if TYPE_CHECKING:
+    from pagedcore.requests.request import Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +33,17 @@ class EngineStats(SchedulerStats):
     """Those of them with a ``deadline_s``, ``ttft_ms`` or ``tpot_ms``, except aborted ones."""
     num_on_target: int
     """Those of these that ended by themselves and kept all of it."""
-    num_promises: int
+    num_promises: int = 0
     """Requests whose ``deadline_s`` was promised; 0 unless the policy promises."""
-    num_promises_kept: int
-    num_promises_broken: int
+    num_promises_kept: int = 0
+    num_promises_broken: int = 0
     """Promised ones that ended late, or failed; aborted ones are neither kept nor broken."""
-    num_promises_refused: int
+    num_promises_refused: int = 0
     """Requests with a deadline that could not be promised."""
-    num_quotes: int
+    num_quotes: int = 0
     """Quotes that the engine made to itself, of requests that it accepted and that have ended; 0 before the first
     quote was asked for."""
-    num_quotes_held: int
+    num_quotes_held: int = 0
     """Those of them whose end lay in the interval."""
     swapped_out_bytes: int
     swapped_in_bytes: int
@@ -110,3 +114,10 @@ class Counters:
     num_finished: int = 0
     num_targeted: int = 0
     num_on_target: int = 0
+
+    def note_finished(self, request: Request) -> None:
+        """Count a request whose last completion has ended, and whether it kept what it was asked to keep."""
+        self.num_finished += 1
+        if request.options.has_targets and not request.was_aborted:
+            self.num_targeted += 1
+            self.num_on_target += request.is_on_target

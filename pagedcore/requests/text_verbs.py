@@ -16,13 +16,13 @@ from pagedcore.sampling_params import SamplingParams
 class TextVerbs:
     """The part of an engine that turns text into tokens and back."""
 
-    _input_processor: InputProcessor
+    input_processor: InputProcessor
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """What turns text into tokens and back: its ``encode``, ``decode`` and more; ``None``: prompts are token ids.
         """
-        return self._input_processor.tokenizer
+        return self.input_processor.tokenizer
 
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] | None = None,
@@ -43,7 +43,7 @@ class TextVerbs:
         Raises:
             InvalidRequest: the chat is refused, or this engine has no template.
         """
-        return self._input_processor.render(Chat(
+        return self.input_processor.render(Chat(
             messages, tools, template_arguments=template_arguments, add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         ))
@@ -53,15 +53,15 @@ class TextVerbs:
 
         Raises ``InvalidRequest``: ``PromptTooLong`` if the context has no room for the prompt and a completion.
         """
-        return self._input_processor.process(prompt, SamplingParams(max_tokens=1), RequestOptions()).token_ids
+        return self.input_processor.process(prompt, SamplingParams(max_tokens=1), RequestOptions()).token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of at most a context of tokens, special ones left out, without waiting.
 
         Raises ``InvalidRequest`` if there are more, or none, or one is not in the vocabulary.
         """
-        return self._input_processor.text_of(token_ids)
+        return self.input_processor.text_of(token_ids)
 
     def token_text(self, token_id: int) -> TokenText:
         """Say what a token stands for, without waiting. Raises ``InvalidRequest`` outside of the vocabulary."""
-        return self._input_processor.token_text(token_id)
+        return self.input_processor.token_text(token_id)

@@ -22,24 +22,21 @@ _LENGTH_RATE: Final = 0.05
 _log = logging.getLogger("pagedcore")
 
 
-class LearnsFromSteps(Protocol):
-    """What else learns from steps and ends, while there is one."""
+class StepObserver:
+    """What else learns from steps and ends; each observer overrides what it wants to know."""
 
-    def observe(self, plan: SchedulePlan, seconds: float) -> None:
+    def step_timed(self, plan: SchedulePlan, seconds: float) -> None:
         """Learn how long a step took."""
 
-    def note_length(self, sequence: Sequence) -> None:
+    def completion_ended(self, sequence: Sequence) -> None:
         """Learn how long a completion is that has ended by itself."""
 
 
-class ChecksArrivals(Protocol):
+class Gatekeeper(Protocol):
     """What may refuse a request at the door."""
 
     def require(self, sequences: ListOf[Sequence]) -> None:
         """Take new sequences of one request, or raise."""
-
-    def note_ended(self, sequences: Iterable[Sequence], now_s: float, *, is_whole: bool | None) -> None:
-        """Learn what became of them."""
 
 
 class PolicyQueues:
@@ -59,9 +56,8 @@ class PolicyQueues:
         """``None`` unless a dynamic policy looks at tenants."""
         self.step_times = StepTimeModel() if is_dynamic else None
         """``None`` under a static policy."""
-        self.quotes: LearnsFromSteps | None = None
-        """``None`` until the first quote is asked for."""
-        self.promises: ChecksArrivals | None = None
+        self.observers: list[StepObserver] = []
+        self.gatekeeper: Gatekeeper | None = None
         """``None`` unless the policy promises deadlines."""
         self._length_share = 1.0
         self.most_tokens: int | None = None
@@ -88,8 +84,8 @@ class PolicyQueues:
             num_decode = sum([row.is_decode for row in plan.rows])
             num_read = sum([row.end for row in plan.rows])
             self.step_times.observe(plan.num_tokens - num_decode, num_decode, num_read, seconds)
-        if self.quotes is not None:
-            self.quotes.observe(plan, seconds)
+        for one in self.observers:
+            one.step_timed(plan, seconds)
 
     def bounded(self, rules: PlanningRules, most_tokens: int | None) -> PlanningRules:
         """Return rules with a token budget of ``most_tokens`` and this object's own, as far as there are any."""
@@ -100,16 +96,16 @@ class PolicyQueues:
         """Learn how long completions are, of one that has ended by itself."""
         if sequence.finish_reason not in ("stop", "length"):
             return
-        if self.quotes is not None:
-            self.quotes.note_length(sequence)
+        for one in self.observers:
+            one.completion_ended(sequence)
         share = sequence.num_output_tokens / sequence.max_tokens
         self._length_share += _LENGTH_RATE * (share - self._length_share)
 
     def push(self, *sequences: Sequence) -> None:
-        """Accept new sequences of one request, or none. Raises as ``WaitingQueue.push``, and as ``PromiseBook``."""
+        """Accept new sequences of one request, or none. Raises as ``WaitingQueue.push``, and as the gatekeeper."""
         self.waiting.require_room(len(sequences))
-        if self.promises is not None:
-            self.promises.require(sequences)
+        if self.gatekeeper is not None:
+            self.gatekeeper.require(sequences)
         self.waiting.push(*sequences)
 
     def place_of_new(self, sequence: Sequence) -> int:
@@ -150,7 +146,7 @@ class PolicyQueues:
     def snapshot(self) -> dict[str, Any] | None:
         """Copy what views are made of as plain values; ``None`` under a static policy.
 
-        Left out are quotes and promises, which decide at the door only: whoever was accepted is accepted.
+        Left out are observers and the gatekeeper, who decides at the door only: whoever was accepted is accepted.
         """
         if self.step_times is None:
             return None

@@ -256,7 +256,7 @@ class Scheduler:
     def observe(self, plan: SchedulePlan, seconds: float) -> None:
         """Learn how long a step took."""
         self.costs.step.observe(plan.num_tokens, seconds)
-        if self.queues.step_times is not None or self.queues.quotes is not None:
+        if self.queues.step_times is not None or self.queues.observers:
             self.queues.observe(plan, seconds)
 
     def rollback(self, plan: SchedulePlan) -> None:

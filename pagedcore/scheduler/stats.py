@@ -44,18 +44,6 @@ class SchedulerCounters:
             setattr(self, name, value)
 
 
-@dataclass(slots=True, kw_only=True)
-class PromiseCounters:
-    """What became of deadlines that were promised; all 0 unless the policy promises them."""
-
-    num_promises: int = 0
-    """Requests with a deadline that were accepted."""
-    num_promises_kept: int = 0
-    num_promises_broken: int = 0
-    """Those that ended late, or failed; aborted ones are neither."""
-    num_promises_refused: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
     """Sequences, blocks and counters of one moment: the part of ``EngineStats`` that a scheduler knows."""

@@ -10,19 +10,18 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
 from functools import partial
 from typing import Any, Final, TypeVar, Unpack
 
-from pagedcore.analysis.diagnosis.explanation import Explanation
-from pagedcore.analysis.quotes.async_quoting import AsyncQuoting
 from pagedcore.config.field_rules import invalid_setting, seconds
 from pagedcore.config.limits import MAX_TIMEOUT_S
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, ForkedProcess, NotPicklable
-from pagedcore.outputs import Delta, RequestOutput
+from pagedcore.lazy_names import delegate
+from pagedcore.outputs import Delta, Explanation, Quote, RequestOutput
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.protocols import MonotonicClock
 from pagedcore.request_options import WAIT, OptionKeywords, read_options
@@ -50,10 +49,11 @@ that is final; so it is longer than any step should be, of a large model on a sm
 QUEUE_TIMEOUT_S: Final = 300.0
 """The longest wait for a first start unless the engine has its own ``queue_timeout_s``, in seconds."""
 _T = TypeVar("_T")
+_quote: Callable[..., Coroutine[Any, Any, Quote]] = delegate("pagedcore.analysis.quotes.async_quoting", "quote")
 
 
 class AsyncEngine(
-    AsyncQuoting, AsyncCalls, AbstractContextManager["AsyncEngine"], AbstractAsyncContextManager["AsyncEngine"]
+    AsyncCalls, AbstractContextManager["AsyncEngine"], AbstractAsyncContextManager["AsyncEngine"]
 ):
     """Continuous batching for concurrent callers.
 
@@ -89,8 +89,7 @@ class AsyncEngine(
         """As ``Engine.identity``."""
         self.chat_format = engine.chat_format
         """How the model writes calls of tools and reasoning, for those who read its chats."""
-        super().__init__()
-        self._input_processor = engine.input_processor
+        self.input_processor = engine.input_processor
         self._read_session = engine.sessions.read
         scheduler = engine.scheduler
         self._commands = Commands(Places(engine.input_processor.max_num_waiting, lambda: scheduler.num_unstarted))
@@ -181,7 +180,7 @@ class AsyncEngine(
             QueueTimeout: raised by the future; the request waited for room longer than ``queue_timeout_s``.
         """
         asked = read_options(options, "wait_for_room")
-        prepare = partial(self._input_processor.process, prompt, params, asked)
+        prepare = partial(self.input_processor.process, prompt, params, asked)
         return self._submit(prepare, prompt, params, asked.owner, wait_for_room)
 
     def extend(
@@ -204,7 +203,7 @@ class AsyncEngine(
             InvalidRequest, EngineOverloaded, EngineClosed, QueueTimeout: as ``submit``.
         """
         asked = read_options(options, "index", "wait_for_room")
-        prepare = partial(self._input_processor.process_further, output, index, prompt, params, asked)
+        prepare = partial(self.input_processor.process_further, output, index, prompt, params, asked)
         return self._submit(prepare, prompt, params, asked.owner, wait_for_room)
 
     def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> AsyncSession:
@@ -230,6 +229,22 @@ class AsyncEngine(
             return self.send(lambda engine: engine.stats()).result(timeout_s)
         except TimeoutError:
             raise EngineClosed(f"the engine thread did not answer within {timeout_s} seconds.") from None
+
+    async def quote(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, exact: bool = False,
+        **options: Unpack[OptionKeywords],
+    ) -> Quote:
+        """Say when a request would start, have its first token and end if it came now; as ``Engine.quote``.
+
+        The prompt is prepared before the engine thread is asked, and a dry run (``exact``) has a thread of its own. At
+        most eight quotes at a time, so that they cannot keep steps from being made.
+
+        Raises:
+            InvalidRequest: as ``generate``.
+            EngineOverloaded: as many quotes are being made as may be.
+            EngineClosed: the engine is closed.
+        """
+        return await _quote(self, prompt, params, options, exact=exact)
 
     async def explain(self, request_id: str) -> Explanation:
         """Say where a request stands and why it waits; ``request_id`` is the engine's or the caller's own label.
@@ -300,7 +315,7 @@ class AsyncEngine(
     ) -> StreamReader:
         asked = read_options(options, "timeout_s", "wait_for_room")
         timeout_s, stream = validate_timeout(timeout_s), Stream()
-        prepare = partial(self._input_processor.process, prompt, params, asked)
+        prepare = partial(self.input_processor.process, prompt, params, asked)
         self._accept(prepare, prompt, params, asked.owner, stream, wait_for_room)
         return StreamReader(stream, partial(_cancel, self._commands, stream), timeout_s)
 

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from pagedcore.analysis.diagnosis.explanation import Explanation
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, EngineHung, QueueTimeout, RequestAborted
-from pagedcore.outputs import Delta
+from pagedcore.outputs import Delta, Explanation
 from pagedcore.protocols import Clock
 from pagedcore.requests.input_processor import ProcessedRequest
 from pagedcore.requests.pending_output import PendingOutput
@@ -157,7 +156,7 @@ class EngineLoop:
         self._commands.close(partial(EngineHung, seconds))
         self.is_over.set()
         self._end_all(EngineHung(seconds))
-        self.engine.dump_unasked("hang")
+        self.engine.note_trouble("hang")
 
     def accept(self, processed: ProcessedRequest, sink: OutputSink) -> None:
         """Take a request for a sink that has a place, or hold it until the engine's queue has room."""

@@ -17,7 +17,7 @@ WORDS: dict[str, str] = {
     "pagedcore_http": "for HTTP doors",
     "cli": "the command pagedcore", "bench": "workloads, reports", "convert": "makes quantised files",
     "metrics": "what is measured", "load_simulation": "load, virtual clock", "replay": "recordings again",
-    "quotes": "when, and promises",
+    "quotes": "when, and promises", "diagnosis": "why, and laws",
     "recorder": "decisions, kept", "plugins": "named tables, hooks", "engine": "the step loop",
     "serving": "an engine on a thread",
     "requests": "from prompt to output", "tool_calls": "calls and reasoning", "sessions": "wait, fork, travel",

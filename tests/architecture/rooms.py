@@ -20,8 +20,7 @@ STOREYS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "scheduling": {
         "kv_cache": ("kv_cache",),
-        "scheduler": ("scheduler", "analysis.quotes.quote_book", "analysis.quotes.forecast",
-                      "analysis.quotes.promises", "analysis.diagnosis.invariants"),
+        "scheduler": ("scheduler",),
     },
     "computing": {
         "execution": ("execution",),
@@ -38,15 +37,15 @@ STOREYS: dict[str, dict[str, tuple[str, ...]]] = {
         "sessions": ("sessions",),
     },
     "engine": {
-        "recorder": ("analysis.recorder",),
         "plugins": ("plugins",),
-        "engine": ("engine", "analysis.quotes.quoting", "analysis.diagnosis.watching", "analysis.diagnosis.explanation",
-                   "analysis.diagnosis.shadow"),
-        "serving": ("serving", "analysis.quotes.async_quoting"),
+        "engine": ("engine",),
+        "serving": ("serving",),
     },
     "analysis": {
         "metrics": ("metrics",),
-        "quotes": ("analysis", "analysis.quotes", "analysis.diagnosis"),
+        "diagnosis": ("analysis.diagnosis",),
+        "recorder": ("analysis.recorder",),
+        "quotes": ("analysis.quotes",),
         "load_simulation": ("analysis.load_simulation",),
         "replay": ("analysis.replay",),
     },

@@ -39,7 +39,7 @@ class Lab:
         }
         self.clock = FakeClock()
         self.engine = Engine(build_components(ToyBackend(), **{**defaults, **settings}), self.clock)
-        self.store: ToyStore = self.engine._components.runner.backend.cache_store  # type: ignore[attr-defined]
+        self.store: ToyStore = self.engine.components.runner.backend.cache_store  # type: ignore[attr-defined]
         self.host = self.engine.scheduler.kv_cache.host
 
     def stand_still(self) -> None:

@@ -124,7 +124,7 @@ def test_linear_layers_are_made_by_name(family: str, num_made: int) -> None:
 def test_linear_layers_that_are_not_supported_stay() -> None:
     """Only layers of fewer than 96 inputs are handed to the factory; the down projections are wider."""
     with engine(tiny_model("llama", intermediate_size=96), linear_backend="counted") as built:
-        model = built._components.runner.backend._decoder._model  # type: ignore[attr-defined]
+        model = built.components.runner.backend._decoder._model  # type: ignore[attr-defined]
     assert {type(layer.mlp.down_proj) for layer in model.model.layers} == {torch.nn.Linear}
     assert CountedProduct.num_made == 3 * 6 + 1
 
@@ -141,5 +141,5 @@ def test_blocks_of_other_linear_layers_are_of_another_format() -> None:
     formats = set()
     for name in ("auto", "counted"):
         with engine(tiny_model("llama"), linear_backend=name) as built:
-            formats.add(kv_format(built._components.runner.backend, 16))
+            formats.add(kv_format(built.components.runner.backend, 16))
     assert len(formats) == 2

@@ -118,7 +118,7 @@ async def test_waiting_for_blocks_on_their_way_is_no_progress() -> None:
     ), FakeClock())
     for prompt, max_tokens in (([3] * 16, 4), ([4] * 20, 4)):
         engine.generate([prompt], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
-    store: ToyStore = engine._components.runner.backend.cache_store  # type: ignore[attr-defined]
+    store: ToyStore = engine.components.runner.backend.cache_store  # type: ignore[attr-defined]
     store.is_slow = store.is_hung = True
     prompt = [*([3] * 16), 1]
     async with AsyncEngine(engine) as running:

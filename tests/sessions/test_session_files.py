@@ -148,7 +148,7 @@ def test_a_model_saved_and_loaded_is_the_same_model(tmp_path: Path) -> None:
 
     tiny_model().save_pretrained(tmp_path / "model")
     with Engine.from_pretrained(tmp_path / "model", dtype="float32", num_kv_blocks=8) as engine:
-        assert engine._components.fingerprint == model_fingerprint(tiny_model())
+        assert engine.components.fingerprint == model_fingerprint(tiny_model())
 
 
 def test_another_block_size_needs_only_the_tokens(files: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -47,7 +47,7 @@ def full_disk() -> Iterator[None]:
 
 def store_of(engine: Engine) -> ToyStore:
     """The store that moves the engine's blocks."""
-    return engine._components.runner.backend.cache_store  # type: ignore[attr-defined]
+    return engine.components.runner.backend.cache_store  # type: ignore[attr-defined]
 
 
 def test_turns_reuse_all_that_was_computed() -> None:

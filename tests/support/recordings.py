@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pagedcore import Engine, SamplingParams
+from pagedcore.analysis.recorder.dumps import RecordsEngine
 from pagedcore.analysis.recorder.recording import Recording, read_recording, write_recording
 from pagedcore.analysis.recorder.ring import FlightRecorder
 from pagedcore.engine.builder import build_components
@@ -22,6 +23,11 @@ def toy_engine(mode: str = "on", backend: Any = None, clock: FakeClock | None = 
         backend if backend is not None else ToyBackend(), **{**defaults, "flight_recorder": mode, **settings}
     )
     return Engine(components, clock if clock is not None else FakeClock())
+
+
+def ring_of(engine: Engine) -> FlightRecorder:
+    """Return what an engine with a flight recorder keeps."""
+    return next(one.ring for one in engine.observers if isinstance(one, RecordsEngine))
 
 
 def run_all(engine: Engine, prompts: list[list[int]], **params: Any) -> None:

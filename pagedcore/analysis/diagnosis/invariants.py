@@ -1,7 +1,7 @@
 """The state laws of scheduler and cache, as a pure check of an immutable snapshot.
 
 ``EngineConfig(check_invariants=True)`` checks them after every step: in tests, and where a user reports a bug.
-Otherwise no engine imports this file. What the slots of the blocks hold is checked by ``engine/shadow``.
+Otherwise no engine imports this file. What the slots of the blocks hold is checked by ``shadow``.
 
     S1   free blocks + idle blocks + referenced blocks = all blocks, on the device and on the host
     S2   a block's reference count is the number of tables, transfers, pins and copies it is in
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.memory_snapshot import BlockSnapshot, MemorySnapshot
+from pagedcore.requests.observers import EngineObserver
 from pagedcore.sequence import Sequence, SequenceStatus
 
 if TYPE_CHECKING:
@@ -86,12 +87,16 @@ def snapshot(scheduler: Scheduler) -> Snapshot:
     )
 
 
-class InvariantChecker:
+class InvariantChecker(EngineObserver):
     """Checks the laws of one scheduler after every step, also those about what must not change in between."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._before: Snapshot | None = None
+
+    def step_ended(self) -> None:
+        """Raise as ``check``."""
+        self.check()
 
     def check(self, *further: Violation) -> None:
         """Raise ``InternalError`` with every law that is broken now, and with what else was found."""

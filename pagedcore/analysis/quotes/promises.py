@@ -11,13 +11,15 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as ListOf
+from dataclasses import asdict, dataclass
 from typing import Final
 
 from pagedcore.analysis.quotes.forecast import Forecast, Job
 from pagedcore.analysis.quotes.quote_book import QuoteBook, bounds_of, job_of
 from pagedcore.errors import InvalidRequest, InvalidSampling, PromiseRefused
+from pagedcore.requests.observers import EngineObserver
+from pagedcore.requests.request import Request
 from pagedcore.scheduler.scheduler import Scheduler
-from pagedcore.scheduler.stats import PromiseCounters
 from pagedcore.sequence import Sequence
 
 _NUM_ERRORS: Final = 1000
@@ -27,7 +29,19 @@ _FIRST_FACTOR: Final = 1.5
 _NUM_FIRST: Final = 20
 
 
-class PromiseBook:
+@dataclass(slots=True, kw_only=True)
+class PromiseCounters:
+    """What became of deadlines that were promised; all 0 unless the policy promises them."""
+
+    num_promises: int = 0
+    """Requests with a deadline that were accepted."""
+    num_promises_kept: int = 0
+    num_promises_broken: int = 0
+    """Those that ended late, or failed; aborted ones are neither."""
+    num_promises_refused: int = 0
+
+
+class PromiseBook(EngineObserver):
     """The promises of one scheduler.
 
     Invariant: when a request was taken, every open promise held in a forecast stretched by the worst error so far.
@@ -69,10 +83,12 @@ class PromiseBook:
             self._learnt_s = math.nextafter(now_s, math.inf)
         self._latest = {one.sequence_id: (now_s, ends_s[one.sequence_id]) for one in promised}
 
-    def note_ended(self, sequences: Iterable[Sequence], now_s: float, *, is_whole: bool | None) -> None:
-        """Learn what became of a request; ``is_whole``: ``None`` if its caller ended it, ``False`` if it failed."""
+    def request_ended(self, request: Request) -> None:
+        """Learn what became of a request; one that its caller ended, or removed, teaches nothing."""
+        was_ended_by_caller = request.was_aborted or not request.is_done
+        is_whole, now_s = request.error is None and not was_ended_by_caller, request.metrics.finished_s or 0.0
         late, was_promised = False, False
-        for one in sequences:
+        for one in request.sequences:
             since_s, forecast_s = self._latest.pop(one.sequence_id, (0.0, math.nan))
             if math.isnan(forecast_s):
                 continue
@@ -83,10 +99,14 @@ class PromiseBook:
                 errors = self._errors.setdefault(kind, deque(maxlen=_NUM_ERRORS))
                 errors.append((now_s - since_s + unit_s) / (forecast_s + unit_s))
                 self._worst[kind] = max(errors)
-        if was_promised and is_whole is not None:
+        if was_promised and not was_ended_by_caller:
             is_kept = is_whole and not late
             self.counters.num_promises_kept += is_kept
             self.counters.num_promises_broken += not is_kept
+
+    def statistics(self) -> dict[str, int]:
+        """Return what became of promises."""
+        return asdict(self.counters)
 
     def _refusal(self, sequences: ListOf[Sequence], ends_s: ListOf[float]) -> Exception:
         within_s = sequences[0].options.deadline_s
@@ -118,6 +138,13 @@ class PromiseBook:
 
     def _kind(self, forecast_s: float) -> int:
         return math.frexp(forecast_s / self.quotes.unit_s)[1]
+
+
+def promise_deadlines(scheduler: Scheduler) -> tuple[EngineObserver, ...]:
+    """Let a scheduler without sequences keep promises, and return what watches its engine for that."""
+    quotes = QuoteBook(scheduler)
+    promises = scheduler.queues.gatekeeper = PromiseBook(scheduler, quotes)
+    return quotes, promises
 
 
 def _longest(sequence: Sequence) -> Job:

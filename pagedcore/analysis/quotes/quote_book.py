@@ -21,7 +21,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedcore.analysis.quotes.forecast import Bounds, Forecast, Job
-from pagedcore.outputs import Interval, Quote, RequestMetrics
+from pagedcore.outputs import Interval, Quote
+from pagedcore.requests.observers import EngineObserver
+from pagedcore.requests.request import Request
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.policy_queues import least_tokens
 from pagedcore.scheduler.step_planner import StepPlanner
@@ -138,7 +140,7 @@ class Watched:
     tenant: str
 
 
-class QuoteBook:
+class QuoteBook(EngineObserver):
     """What an engine needs for quotes: costs of steps, lengths of completions, errors of quotes.
 
     Invariant: memory is bounded; the time of a quote is that of one plan and a few operations for each sequence.
@@ -161,7 +163,7 @@ class QuoteBook:
         self._errors = {is_known: (Errors(), Errors(), Errors()) for is_known in (False, True)}
         self._watched: dict[str, Watched] = {}
 
-    def observe(self, plan: SchedulePlan, seconds: float) -> None:
+    def step_timed(self, plan: SchedulePlan, seconds: float) -> None:
         """Learn how long a step took."""
         work = work_of(plan)
         ratio = seconds / max(self.model.predict(*work), 1e-9)
@@ -170,7 +172,7 @@ class QuoteBook:
         self.model.observe(*work, seconds)
         self.usual_s += (_RATE if self.usual_s else 1.0) * (seconds - self.usual_s)
 
-    def note_length(self, sequence: Sequence) -> None:
+    def completion_ended(self, sequence: Sequence) -> None:
         """Learn how long completions are, of one that has ended by itself and might have been shorter."""
         if least_tokens(sequence) < sequence.max_tokens:
             self._shares.append(sequence.num_output_tokens / sequence.max_tokens)
@@ -191,13 +193,13 @@ class QuoteBook:
             num_quotes=min(errors[2].num_seen, _NUM_ERRORS), is_exact=is_exact,
         )
 
-    def watch(self, request_id: str, sequences: ListOf[Sequence]) -> None:
+    def request_comes(self, request: Request) -> None:
         """Quote a request to itself that is about to wait."""
-        tenant = sequences[0].options.tenant
+        tenant = request.options.tenant
         if self.is_learnt and self._may_watch(tenant):
-            raw = self.forecast(sequences)
-            quote = self.quote_of(raw, sequences[0])
-            self._watched[request_id] = Watched(quote, raw, self.unit_s, self.level, tenant)
+            raw = self.forecast(request.sequences)
+            quote = self.quote_of(raw, request.sequences[0])
+            self._watched[request.request_id] = Watched(quote, raw, self.unit_s, self.level, tenant)
 
     def _may_watch(self, tenant: str) -> bool:
         """Say whether there is room for one more; the newest of the tenant with most makes room for one with fewer."""
@@ -211,11 +213,12 @@ class QuoteBook:
         del self._watched[next(name for name, one in reversed(self._watched.items()) if one.tenant == greedy)]
         return True
 
-    def note_ended(self, request_id: str, metrics: RequestMetrics, *, is_whole: bool) -> None:
+    def request_ended(self, request: Request) -> None:
         """Learn how far off the quote of a request was that has ended; not of one that did not come to its own end."""
-        if (watched := self._watched.pop(request_id, None)) is None or not is_whole:
+        is_whole = request.is_done and request.error is None and not request.was_aborted
+        if (watched := self._watched.pop(request.request_id, None)) is None or not is_whole:
             return
-        quote, unit_s = watched.quote, watched.unit_s
+        quote, unit_s, metrics = watched.quote, watched.unit_s, request.metrics
         moments = metrics.first_scheduled_s, metrics.first_token_s, metrics.finished_s
         errors = self._errors[quote.is_length_known]
         intervals = quote.start, quote.first_token, quote.end
@@ -227,6 +230,10 @@ class QuoteBook:
         if metrics.finished_s is not None:
             self.num_quotes += 1
             self.num_held += quote.end.low <= metrics.finished_s - metrics.arrival_s <= quote.end.high
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many own quotes there were, and how many held."""
+        return {"num_quotes": self.num_quotes, "num_quotes_held": self.num_held}
 
     def forecast(self, sequences: ListOf[Sequence]) -> Moments:
         """Forecast the moments of new sequences of one request."""

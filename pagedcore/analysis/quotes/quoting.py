@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from dataclasses import asdict
-from typing import Any, Final, Unpack
+from typing import Final
 
-from pagedcore.analysis.diagnosis.watching import Diagnosis
 from pagedcore.analysis.quotes.quote_book import Moments, QuoteBook
 from pagedcore.analysis.recorder.state import (
     ReplayedSequence,
@@ -17,16 +15,15 @@ from pagedcore.analysis.recorder.state import (
     sequence_of,
     settings_of,
 )
+from pagedcore.engine.engine import Engine
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.outputs import Quote
 from pagedcore.request_options import OptionKeywords, read_options
-from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
-from pagedcore.requests.output_processor import OutputProcessor
+from pagedcore.requests.input_processor import ProcessedRequest, Prompt
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.scheduler import Scheduler
-from pagedcore.scheduler.stats import PromiseCounters
 from pagedcore.scheduler.step_recipe import run_step
 from pagedcore.scheduler.step_time import StepTimes, work_of
 
@@ -34,59 +31,33 @@ MAX_DRY_STEPS: Final = 100_000
 """Steps of a dry run; a request that takes more is quoted by the formula."""
 
 
-class Quoting(Diagnosis):
-    """The part of an engine that quotes."""
+def quote(engine: Engine, prompt: Prompt, params: SamplingParams | None, options: OptionKeywords, *, exact: bool
+          ) -> Quote:
+    """As ``Engine.quote``."""
+    processed = engine.input_processor.process(prompt, params, read_options(options, "exact"))
+    return prepare_quote(engine, processed, exact=exact)()
 
-    input_processor: InputProcessor
-    _outputs: OutputProcessor
 
-    def quote(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, exact: bool = False,
-        **options: Unpack[OptionKeywords],
-    ) -> Quote:
-        """Say when a request would start, have its first token and end if it came now; nothing is accepted.
+def prepare_quote(engine: Engine, processed: ProcessedRequest, *, exact: bool = False) -> Callable[[], Quote]:
+    """Look at the present, and return what makes the quote on any thread. Raises ``EngineInUse``."""
+    with engine.exclusive():
+        book = begin_quotes(engine)
+        sequences = engine.requests.sequences_of_quote(processed)
+        found = book.quote(sequences)
+        if not exact:
+            return lambda: found
+        run = DryRun(engine.scheduler, book, [one.snapshot() for one in sequences], engine.clock.now())
+    return lambda: found if (raw := run.moments()) is None else book.quote_of(raw, sequences[0], is_exact=True)
 
-        From the first quote on, the engine learns what steps cost, how long completions are and how far off its quotes
-        are. For operators and their admission control: an answer shows how much others have to do.
 
-        Args:
-            prompt: as for ``add_request``, like ``params`` and ``options``.
-            exact: make a dry run of the scheduler, step by step, instead of a formula: milliseconds to seconds.
-
-        Raises:
-            InvalidRequest: as ``add_request``.
-            EngineInUse: another thread is in a call of this engine.
-        """
-        processed = self.input_processor.process(prompt, params, read_options(options, "exact"))
-        return self.prepare_quote(processed, exact=exact)()
-
-    def prepare_quote(self, processed: ProcessedRequest, *, exact: bool = False) -> Callable[[], Quote]:
-        """Look at the present, and return what makes the quote on any thread. Raises ``EngineInUse``."""
-        with self._steps.exclusive():
-            if self._steps.is_torn:
-                self._steps.recover()
-            book = self.begin_quotes()
-            sequences = self.requests.sequences_of_quote(processed)
-            quote = book.quote(sequences)
-            if not exact:
-                return lambda: quote
-            run = DryRun(self.scheduler, book, [one.snapshot() for one in sequences], self._clock.now())
-        return lambda: quote if (raw := run.moments()) is None else book.quote_of(raw, sequences[0], is_exact=True)
-
-    def begin_quotes(self) -> QuoteBook:
-        """Learn from now on what quotes need, and return what was learnt."""
-        if self._outputs.quotes is None:
-            promises = self._components.promises
-            book = promises.quotes if promises is not None else QuoteBook(self.scheduler)
-            self._outputs.quotes = self.scheduler.queues.quotes = book
-        return self._outputs.quotes
-
-    def quote_counters(self) -> dict[str, Any]:
-        """Return what became of promises and of own quotes, for the statistics."""
-        promises, book = self._components.promises, self._outputs.quotes
-        counters = asdict(promises.counters if promises is not None else PromiseCounters())
-        num_quotes, num_held = (0, 0) if book is None else (book.num_quotes, book.num_held)
-        return {**counters, "num_quotes": num_quotes, "num_quotes_held": num_held}
+def begin_quotes(engine: Engine) -> QuoteBook:
+    """Learn from now on what quotes need, and return what was learnt."""
+    for one in engine.observers:
+        if isinstance(one, QuoteBook):
+            return one
+    book = QuoteBook(engine.scheduler)
+    engine.add_observer(book)
+    return book
 
 
 class DryRun:

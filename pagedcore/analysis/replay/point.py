@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
+from pagedcore.analysis.recorder.dumps import header_of
 from pagedcore.analysis.recorder.recording import Recording
 from pagedcore.analysis.replay.lives import described_in
 from pagedcore.config.limits import MAX_SEED
@@ -61,7 +62,7 @@ def settings_for(recording: Recording, num_tokens: int) -> dict[str, Any]:
 
 def require_equal(recording: Recording, engine: Engine) -> None:
     """Raise ``RecordingMismatch`` unless the engine computes the recorded bits, ``RecordingError`` if no engine can."""
-    header, own = recording.header, engine.recording_header()
+    header, own = recording.header, header_of(engine)
     if not header.get("is_schedule_invariant"):
         raise RecordingError("the model's results depend on the schedule, so that a point alone shows other bits")
     if header.get("identity") != own["identity"]:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pagedcore import AsyncEngine, Engine, RequestOutput, SamplingParams
-from pagedcore.analysis.diagnosis.explanation import WaitLog
-from pagedcore.analysis.diagnosis.watching import MAX_DUMPS, STALL_S
+from pagedcore.analysis.recorder.dumps import MAX_DUMPS
 from pagedcore.analysis.recorder.recording import read_recording
 from pagedcore.analysis.replay.decisions import replay_decisions
+from pagedcore.engine.wait_log import STALL_S, WaitLog
 from pagedcore.errors import EngineHung
 from pagedcore.serving.commands import Commands, Places
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
@@ -130,15 +130,16 @@ def test_a_failed_step_leaves_a_recording(tmp_path: Path, monkeypatch: pytest.Mo
         (path,) = tmp_path.glob("pagedcore-recording-*/failed-step.jsonl.gz")
         assert str(path) in request.error.__notes__[0]
         assert replay_decisions(read_recording(path)).difference is None
-        assert engine.dump_unasked("again") is None
+        engine.note_trouble("again")
         with monkeypatch.context() as patch:
             patch.setattr(tempfile, "mkdtemp", raising(OSError(errno.EMFILE, "Too many open files")))
             for _ in range(MAX_DUMPS):
                 clock.advance(100.0)
-                assert engine.dump_unasked("again") is None
+                engine.note_trouble("again")
+        assert len(list(tmp_path.glob("*/*.gz"))) == 1
         for _ in range(2 * MAX_DUMPS):
             clock.advance(100.0)
-            engine.dump_unasked("again")
+            engine.note_trouble("again")
         assert len(list(tmp_path.glob("*/*.gz"))) == MAX_DUMPS
 
 

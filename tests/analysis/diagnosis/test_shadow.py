@@ -123,7 +123,7 @@ def test_a_swap_that_never_happened_is_reported(direction: str, monkeypatch: Pat
     """A transfer that is booked and not started leaves a block that holds nothing."""
     engine = tight_engine()
     fill(engine)
-    store = engine._components.store
+    store = engine.components.store
     assert store is not None
     monkeypatch.setattr(store, direction, lambda transfer_id, pairs: store._store._ended.append((transfer_id, True)))  # type: ignore[attr-defined]
     with pytest.raises(InternalError, match=r"tags: sequence .* which holds"):
@@ -164,7 +164,7 @@ def test_parked_blocks_that_are_read_back_in_the_wrong_order_are_reported(monkey
     ask(session, *range(12))
     assert session.park("disk").tier == "disk"
     flood(engine)
-    store = engine._components.store
+    store = engine.components.store
     assert store is not None
     shadow_write = store.write_blocks
     monkeypatch.setattr(store, "write_blocks", lambda ids, blocks: shadow_write(ids, blocks[::-1]))
@@ -215,7 +215,7 @@ def test_freed_blocks_are_nan_and_are_never_read(kv_cache_dtype: str, monkeypatc
                 blocks = engine.scheduler.kv_cache.device
                 for block in range(blocks.num_blocks):
                     blocks.cache.evict_block(block)
-                engine._laws.check()  # type: ignore[union-attr]
+                engine.observers[0].step_ended()
                 assert len(blocks._pool.free_blocks) == blocks.num_blocks
                 assert (engine._runner.backend.cache_store.pool.numpy() == 0xFF).all()  # type: ignore[attr-defined]
     assert texts[0] == texts[1]

@@ -18,7 +18,7 @@ from pagedcore import AsyncEngine, SamplingParams
 from pagedcore.analysis.quotes.async_quoting import MAX_QUOTING
 from pagedcore.analysis.quotes.forecast import Bounds, Forecast, Job
 from pagedcore.analysis.quotes.quote_book import MAX_WATCHED, NUM_LEAST, Errors
-from pagedcore.analysis.quotes.quoting import DryRun
+from pagedcore.analysis.quotes.quoting import DryRun, begin_quotes
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, EngineOverloaded, PromptTooLong
@@ -38,7 +38,7 @@ def paced(**settings: Any) -> tuple[Engine, VirtualClock]:
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_kv_blocks": 200, "block_size": 16,
                 "max_num_waiting": 64, "enable_prefix_caching": False, **settings}
     engine, rng = Engine(build_components(model, **settings), clock=clock), random.Random(1)
-    engine.begin_quotes()
+    begin_quotes(engine)
     for _ in range(3):
         for _ in range(rng.randint(1, 6)):
             engine.add_request(prompt(rng.randint(2, 60)), exactly(rng.randint(2, 40)))
@@ -78,13 +78,13 @@ def test_a_dry_run_knows_to_the_step_what_comes(policy: str, num_others: int) ->
     """If nothing else comes and lengths are known, an exact forecast is within 2 % of what happens, under every policy;
     the formula is within 15 % under those whose order stays."""
     engine, _ = paced(scheduling_policy=policy)
-    book, rng = engine.begin_quotes(), random.Random(num_others)
+    book, rng = begin_quotes(engine), random.Random(num_others)
     load(engine, rng, num_others)
     processed = engine.prepare(prompt(40), exactly(20))
     sequences = engine.requests.sequences_of_quote(processed)
     book.usual_s = 0.0
     raw = book.forecast(sequences)
-    exact = DryRun(engine.scheduler, book, [one.snapshot() for one in sequences], engine._clock.now()).moments()
+    exact = DryRun(engine.scheduler, book, [one.snapshot() for one in sequences], engine.clock.now()).moments()
     assert engine.quote(prompt(40), exactly(20), exact=True).is_exact
     request = engine.add_request(prompt(40), exactly(20))
     run(engine)
@@ -118,7 +118,7 @@ def test_a_quote_costs_one_plan_and_a_few_operations_a_sequence() -> None:
         engine.step()
     quote = engine.quote(prompt(8), exactly(800))
     assert quote.end.likely > 800 * TIMES.fixed_s
-    assert 256 < engine.begin_quotes().num_operations <= 3 * 357
+    assert 256 < begin_quotes(engine).num_operations <= 3 * 357
 
 
 def test_a_forecast_takes_a_few_operations_a_job() -> None:
@@ -134,7 +134,7 @@ def test_a_forecast_takes_a_few_operations_a_job() -> None:
 def test_intervals_come_from_the_errors_of_earlier_quotes() -> None:
     """At first they are wide and say so; when steps take twice as long as the costs say, later ones follow."""
     engine, _ = paced()
-    book = engine.begin_quotes()
+    book = begin_quotes(engine)
     fresh = engine.quote(prompt(8), exactly(20))
     assert fresh.end.low == 0.0
     assert fresh.num_quotes < 39
@@ -210,7 +210,7 @@ def test_quotes_follow_how_slow_the_latest_steps_were(monkeypatch: pytest.Monkey
     """After thirty steps that took twice as long as usual, as far as that has lasted before; one that stood still for
     an hour counts as four times as long."""
     engine, _ = paced()
-    book = engine.begin_quotes()
+    book = begin_quotes(engine)
     for errors in book._errors[True]:
         for _ in range(NUM_LEAST):
             errors.note(0.2, 0.2, 0.0, has_held=True)
@@ -218,12 +218,12 @@ def test_quotes_follow_how_slow_the_latest_steps_were(monkeypatch: pytest.Monkey
     usual, level, plan = engine.quote(prompt(8), exactly(20)), book.level, SchedulePlan()
     monkeypatch.setattr(StepTimeModel, "observe", lambda *_: None)
     for _ in range(30):
-        book.observe(plan, 2.0 * book.model.predict(0, 0, 0))
+        book.step_timed(plan, 2.0 * book.model.predict(0, 0, 0))
     assert book.level - level == pytest.approx(math.log(2.0 - math.exp(-1.0)), abs=0.05)
     slow = engine.quote(prompt(8), exactly(20))
     assert slow.end.likely == pytest.approx(usual.end.likely * math.exp(0.5 * (book.level - level)), rel=0.1)
     before = math.exp(book.level)
-    book.observe(plan, 3600.0)
+    book.step_timed(plan, 3600.0)
     assert math.exp(book.level) == pytest.approx(before + (4.0 - before) / 30.0)
 
 
@@ -244,7 +244,7 @@ def test_a_tenant_cannot_keep_the_quotes_of_others_from_being_watched() -> None:
     """One that fills all places with requests that do not end gives way until the others have as many; what it cancels,
     and quotes that are only asked for, teach nothing."""
     engine, _ = paced(max_num_waiting=200)
-    book = engine.begin_quotes()
+    book = begin_quotes(engine)
     seen = [one.num_seen for one in book._errors[True]]
     greedy = [engine.add_request(prompt(8), exactly(500), tenant="greedy") for _ in range(2 * MAX_WATCHED)]
     assert [one.tenant for one in book._watched.values()] == ["greedy"] * MAX_WATCHED
@@ -273,7 +273,7 @@ def test_lengths_are_known_or_learnt() -> None:
     quote = engine.quote([20] * 10, free)
     assert not quote.is_length_known
     assert quote.num_lengths == 20
-    book = engine.begin_quotes()
+    book = begin_quotes(engine)
     [sequence] = engine.requests.sequences_of_quote(engine.prepare([20] * 10, free))
     assert book.tokens_left(sequence) == 10
     assert engine.quote([20] * 10, SamplingParams(max_tokens=100, min_tokens=100)).is_length_known
@@ -282,11 +282,10 @@ def test_lengths_are_known_or_learnt() -> None:
 
 def test_an_engine_that_is_not_asked_learns_nothing() -> None:
     """Steps, ends and requests cost what they did before the first quote."""
-    engine = make_engine()
+    engine = make_engine(check_invariants=False)
     engine.add_request([1], SamplingParams(max_tokens=3))
     run(engine)
-    assert engine.scheduler.queues.quotes is None
-    assert engine._outputs.quotes is None
+    assert engine.observers == engine.scheduler.queues.observers == []
 
 
 def test_an_async_engine_quotes_between_steps() -> None:
@@ -327,9 +326,10 @@ async def test_a_dry_run_whose_caller_is_cancelled_counts_until_it_ends(monkeypa
             await engine.quote([1], exactly(3))
         may_end.set()
         async with asyncio.timeout(60.0):
-            while engine._quoting._value < 8:
-                await asyncio.sleep(0.001)
-        assert type(await engine.quote([1], exactly(3), exact=True)) is Quote
+            quotes: list[object] = [None]
+            while {type(one) for one in quotes} != {Quote}:
+                asked = [engine.quote([1], exactly(3), exact=True) for _ in range(8)]
+                quotes = await asyncio.gather(*asked, return_exceptions=True)
 
 
 def test_quotes_are_refused_like_requests() -> None:

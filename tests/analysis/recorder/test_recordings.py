@@ -26,7 +26,7 @@ from pagedcore.errors import EngineOverloaded, ForkedProcess, InvalidConfig, Rec
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.scheduler import Scheduler
 from support.doubles import FakeClock, ToyBackend, make_sequence
-from support.recordings import dumped, lines_of, run_all, toy_engine, write_lines
+from support.recordings import dumped, lines_of, ring_of, run_all, toy_engine, write_lines
 from support.torture import first_seed, scaled
 
 PROMPTS = [[1, 2, 3, 4, 5], [1, 2, 3, 9], [1, 2, 3, 4, 5, 6, 7, 8, 9], [4]]
@@ -86,8 +86,7 @@ def test_the_ring_is_bounded(tmp_path: Path) -> None:
     replayed from the state that its first segment has.
     """
     with toy_engine() as engine:
-        recorder = engine._recorder
-        assert recorder is not None
+        recorder = ring_of(engine)
         recorder._max_steps = 5
         for _ in range(6):
             run_all(engine, PROMPTS)
@@ -102,8 +101,7 @@ def test_the_ring_is_bounded(tmp_path: Path) -> None:
 def test_the_ring_is_bounded_in_bytes() -> None:
     """A ring of few bytes begins a segment with almost every step, and keeps two."""
     with toy_engine() as engine:
-        recorder = engine._recorder
-        assert recorder is not None
+        recorder = ring_of(engine)
         recorder._max_bytes = 1
         run_all(engine, PROMPTS)
         assert [segment.num_steps for segment in recorder.segments] == [1, 1]
@@ -116,8 +114,7 @@ def test_a_decode_step_costs_four_entries() -> None:
             engine.add_request(prompt)
         for _ in range(6):
             engine.step()
-        recorder = engine._recorder
-        assert recorder is not None
+        recorder = ring_of(engine)
         events = recorder.segments[-1].events
         num_before = len(events)
         engine.step()
@@ -136,8 +133,7 @@ def test_a_refusal_is_recorded_wherever_it_comes_from(tmp_path: Path) -> None:
         aborted.abort()
         for _ in range(2):
             engine.add_request([3])
-        recorder = engine._recorder
-        assert recorder is not None
+        recorder = ring_of(engine)
         num_bytes, known = recorder.segments[-1].num_bytes, set(recorder._known)
         for _ in range(50):
             for refused in (lambda: engine.add_request([4] * 9), lambda: ended.extend([5]),
@@ -231,8 +227,7 @@ def a_file(folder: Path) -> Path:
     backend = ToyBackend()
     host = 12 * 4 * backend.kv_bytes_per_token
     with toy_engine(backend=backend, host_kv_memory=host, preemption="swap", clock=FakeClock()) as engine:
-        assert engine._recorder is not None
-        engine._recorder._max_steps = 6
+        ring_of(engine)._max_steps = 6
         run_all(engine, [*PROMPTS, [8] * 9], max_tokens=12)
         engine.dump_recording(folder / "one.gz")
     return folder / "one.gz"

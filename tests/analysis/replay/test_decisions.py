@@ -68,7 +68,7 @@ def test_decisions_of_every_policy_are_replayed(
 @pytest.mark.torture
 def test_engines_with_callers_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recording of an engine whose callers abort, park sessions, fork and come back is replayed too."""
-    monkeypatch.setattr("pagedcore.analysis.diagnosis.watching.MAX_DUMPS", 0)
+    monkeypatch.setattr("pagedcore.analysis.recorder.dumps.MAX_DUMPS", 0)
     for seed in range(first_seed(), first_seed() + scaled(2)):
         simulation = EngineSimulation(seed, has_faults=seed % 2 == 1)
         simulation.settings |= {"flight_recorder": "on", "check_invariants": False}

@@ -19,7 +19,7 @@ from pagedcore.errors import PromiseRefused, RecordingError
 from scheduler_lives.simulator import Simulation
 from support.doubles import FakeClock, ToyBackend
 from support.engine_builders import run
-from support.recordings import dumped, recorded_life, run_all, toy_engine
+from support.recordings import dumped, recorded_life, ring_of, run_all, toy_engine
 from support.torture import first_seed, scaled
 
 
@@ -144,8 +144,7 @@ def late_burst(folder: Path, **settings: Any) -> tuple[Recording, list[list[tupl
             wanted = SamplingParams(max_tokens=3 + 5 * place % 7, ignore_eos=True)
             priority = place % 4 if settings.get("scheduling_policy") == "priority" else 0
             engine.add_request([place % 3, 1, 2, 3, 4, place, 7], wanted, priority=priority)
-        assert engine._recorder is not None
-        engine._recorder.begin_anew()
+        ring_of(engine).begin_anew()
         note_steps(engine.scheduler, steps)
         while engine.has_pending_requests():
             engine.step()
@@ -198,8 +197,7 @@ def test_a_smaller_pool_evicts_in_order_and_then_preempts(tmp_path: Path) -> Non
             engine.add_request([7, place, 6, 6, 6], SamplingParams(max_tokens=6 + 4 * place, ignore_eos=True))
         for _ in range(3):
             engine.step()
-        assert engine._recorder is not None
-        engine._recorder.begin_anew()
+        ring_of(engine).begin_anew()
         while engine.has_pending_requests():
             engine.step()
         recording = dumped(engine, tmp_path)
@@ -258,8 +256,7 @@ def test_a_recording_with_beams_is_refused(tmp_path: Path) -> None:
             engine.add_request([0, 1, 2, 3, 4], SamplingParams(beam_width=2, max_tokens=9, ignore_eos=True))
             for _ in range(num_steps):
                 engine.step()
-            assert engine._recorder is not None
-            engine._recorder.begin_anew()
+            ring_of(engine).begin_anew()
             while engine.has_pending_requests():
                 engine.step()
             recording = dumped(engine, tmp_path)

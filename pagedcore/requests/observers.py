@@ -1,0 +1,37 @@
+"""What may watch an engine: everything that is told of requests and steps, without a say in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from pagedcore.scheduler.policy_queues import StepObserver
+
+if TYPE_CHECKING:
+    from pagedcore.requests.request import Request
+
+
+class EngineObserver(StepObserver):
+    """Watches one engine, on its thread; each observer overrides what it wants to know."""
+
+    def request_comes(self, request: Request) -> None:
+        """Look at a request that is about to wait, whose sequences are in no queue yet."""
+
+    def request_accepted(self, request: Request) -> None:
+        """Note a request whose turn has begun, with its sequences."""
+
+    def request_ended(self, request: Request) -> None:
+        """Note a request of which nothing more comes: done, or removed before that."""
+
+    def step_ended(self) -> None:
+        """Look at the engine between two steps."""
+
+    def note_trouble(self, why: str, errors: Iterable[BaseException] = ()) -> None:
+        """Keep what helps to find out why; may add notes to the errors that callers get.
+
+        ``why`` is "failed-step", "broken-step", "stall" or "hang". Callable on any thread for the last one.
+        """
+
+    def statistics(self) -> Mapping[str, int]:
+        """Return its part of ``EngineStats``, by field."""
+        return {}
