@@ -1,4 +1,4 @@
-"""The working state of one plan: what is planned so far, and the blocks, tokens and rows that are left for the rest.
+"""What one plan has taken so far, and the blocks, tokens and rows that are left for the rest.
 
 ``admission`` plans the waiting sequences on it, ``step_planner`` the running ones. It reads queues and tables and
 changes none of them.
@@ -13,7 +13,6 @@ from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.scheduler.plan import Preemption, ScheduledRow, SwapIn
 from pagedcore.scheduler.policies import Policy
-from pagedcore.scheduler.policy_view import PolicyView
 from pagedcore.scheduler.preemption import PreemptionRules
 from pagedcore.sequence import Sequence
 
@@ -43,24 +42,19 @@ class PlanState:
     """
 
     def __init__(
-        self, rules: PlanningRules, kv_cache: KVCacheManager, running: Iterable[Sequence], waiting: Iterable[Sequence],
-        *, may_wait: bool, view: PolicyView,
+        self, rules: PlanningRules, kv_cache: KVCacheManager, running: Iterable[Sequence], waiting: Iterable[Sequence]
     ) -> None:
         self.rules = rules
-        self.view = view
         self.kv_cache = kv_cache
         self.blocks, self.host = kv_cache.device, kv_cache.host
         self.running = list(running)
         self.waiting = list(waiting)
-        self.may_wait = may_wait
-        """Whether a running sequence may stall instead of others being preempted."""
         self.free = self.blocks.num_available_blocks
         has_host = self.host.num_blocks > 0
         self.arriving = self.host.num_leaving_blocks if has_host else 0
         """Blocks that will be available after this step and are not promised yet."""
         self.room_on_host = self.host.num_available_blocks if has_host else 0
         self.budget = rules.max_num_batched_tokens
-        self.splits_phases = rules.phase != "mixed" or rules.prefill_share < 1.0
         self._num_scorable = rules.max_scored_tokens
         self.rows: dict[int, ScheduledRow] = {}
         self.admitted: list[Sequence] = []
@@ -70,12 +64,6 @@ class PlanState:
         self.num_stalled_rows = self.num_deferred = 0
         self.capped: list[int] = []
         self.stopped_by = ""
-        self.policy_failure: Exception | None = None
-        """Why the policy could not say whether one sequence preempts another."""
-        self.available = 0
-        """Blocks that admission may still promise."""
-        self.being_computed: set[bytes] = set()
-        """Keys of the full blocks that this step completes."""
         self._adopted: set[int] = set()
         self._holders: list[Sequence] | None = None
 

@@ -19,7 +19,7 @@ from pagedcore.outputs import FinishReason
 from pagedcore.scheduler.batch_gate import ALWAYS_OPEN, BatchGate
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan, StepInFlight
-from pagedcore.scheduler.plan_state import PlanningRules
+from pagedcore.scheduler.plan_state import PlanningRules, PlanState
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.policy_queues import PolicyQueues
 from pagedcore.scheduler.preemption import PreemptionRules
@@ -347,7 +347,8 @@ class Scheduler:
         queues = self.running.sequences, self.waiting.startable() if self.waiting.gated else self.waiting.sequences
         for phase in self._phases:
             of_phase = rules if phase == rules.phase else replace(rules, phase=phase)
-            planner = StepPlanner(of_phase, self.kv_cache, *queues, may_wait=may_wait, view=self.queues.view)
+            state = PlanState(of_phase, self.kv_cache, *queues)
+            planner = StepPlanner(state, may_wait=may_wait, view=self.queues.view)
             plan = planner.plan()
             self.waiting.failure = self.waiting.failure or planner.policy_failure
             if plan.rows or plan.moves_blocks:

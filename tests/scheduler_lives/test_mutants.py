@@ -297,7 +297,7 @@ def adopted_blocks_not_counted(patch: Patch) -> None:
 
 def promises_forgotten(patch: Patch) -> None:
     """Admission counts what is held now, not what was promised."""
-    patch.setattr(Admission, "_still_promised", lambda self, running: 0)
+    patch.setattr(Admission, "still_promised", lambda self, running: 0)
 
 
 def holders_never_asked(patch: Patch) -> None:
@@ -310,9 +310,9 @@ def overtaking(patch: Patch) -> None:
     admit = Admission._admit
 
     def polite(self: Admission, candidate: Sequence, match: PrefixMatch | None) -> bool:
-        available = self.available
+        available = self._available
         if not admit(self, candidate, match):
-            self.available = available
+            self._available = available
         return True
 
     patch.setattr(Admission, "_admit", polite)
@@ -339,7 +339,7 @@ def prompts_before_decodes(patch: Patch) -> None:
     """Long prompts take the budget before running completions get their token."""
 
     def prompts_first(self: StepPlanner) -> None:
-        rows = sorted(self.running, key=lambda one: one.num_computed_tokens - len(one.token_ids))
+        rows = sorted(self._state.running, key=lambda one: one.num_computed_tokens - len(one.token_ids))
         self._advance_in_order(rows)
 
     patch.setattr(StepPlanner, "_advance_running", prompts_first)
@@ -443,9 +443,13 @@ def phases_mixed_by_arrivals(patch: Patch) -> None:
 def share_not_kept(patch: Patch) -> None:
     """Prefill takes what decode rows leave of the budget, whatever its share."""
     advance = StepPlanner._advance_in_order
-    patch.setattr(StepPlanner, "_advance_in_order", lambda self, sequences: (
-        setattr(self, "budget", self.rules.max_num_batched_tokens - sum(row.num_tokens for row in self.rows.values())),
-        advance(self, sequences))[1])
+
+    def with_the_whole_budget(self: StepPlanner, sequences: Any) -> None:
+        planned = sum(row.num_tokens for row in self._state.rows.values())
+        self._state.budget = self._rules.max_num_batched_tokens - planned
+        advance(self, sequences)
+
+    patch.setattr(StepPlanner, "_advance_in_order", with_the_whole_budget)
 
 
 MUTANTS_OF_FORMATION: list[Callable[[Patch], None]] = [

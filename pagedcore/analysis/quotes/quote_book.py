@@ -25,6 +25,7 @@ from pagedcore.outputs import Interval, Quote
 from pagedcore.requests.observers import EngineObserver
 from pagedcore.requests.request import Request
 from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.policy_queues import least_tokens
 from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.scheduler.step_time import StepTimeModel, StepTimes, work_of
@@ -243,8 +244,8 @@ class QuoteBook(EngineObserver):
         numbers, opens_s = [one.sequence_id for one in sequences], self._opens_s(sequences)
         gated = frozenset((*queues.waiting.gated, *numbers) if opens_s > 0.0 else ())
         startable = [one for one in waiting if one.sequence_id not in gated]
-        plan = StepPlanner(rules, self._scheduler.kv_cache, queues.running.sequences, startable, may_wait=True,
-                           view=queues.view).plan()
+        state = PlanState(rules, self._scheduler.kv_cache, queues.running.sequences, startable)
+        plan = StepPlanner(state, may_wait=True, view=queues.view).plan()
         # Why: where a queue stands, others come behind this request, and steps do not become shorter.
         usual_s = self.usual_s if len(waiting) > len(sequences) else 0.0
         forecast = Forecast(self.model.times, bounds_of(self._scheduler), usual_s, gated=gated, opens_s=opens_s)
