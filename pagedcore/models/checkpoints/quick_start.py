@@ -9,8 +9,7 @@ refused here, and a model that is read here computes as it would there, bit for 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,11 +21,17 @@ from safetensors import SafetensorError, safe_open
 
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.checkpoints.weight_files import weight_files
+from pagedcore.models.families.field_checks import (
+    Check,
+    is_anything,
+    is_flag,
+    is_positive,
+    is_size,
+    names_tokens,
+)
 from pagedcore.models.families.llama_modules import ForCausalLM
-from pagedcore.models.families.table import FAMILIES, module_name
+from pagedcore.models.families.table import FAMILIES, Family, module_name
 from pagedcore.models.families.tensor_shapes import EXPERT_COUNTS, is_mixture, num_experts, shapes_of
-
-_Check = Callable[[Any], bool]
 
 
 class NotQuick(Exception):
@@ -38,127 +43,14 @@ class _Config(SimpleNamespace):
         return dict(vars(self))
 
 
-def _is_anything(value: Any) -> bool:
-    return True
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 < value < 2**31
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
-
-
-def _is_flag(value: Any) -> bool:
-    return value is None or type(value) is bool
-
-
-def _is_bool(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _are_flags(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) in (int, bool) for one in value)
-
-
-def _is_off(value: Any) -> bool:
-    return value is None or value is False
-
-
-def _names_tokens(value: Any) -> bool:
-    return value is None or all(type(one) is int for one in (value if isinstance(value, list) else [value]))
-
-
-_QWEN: Final[Mapping[str, _Check]] = {
-    "layer_types": _is_anything, "max_window_layers": _is_anything, "sliding_window": _is_anything,
-    "use_mrope": _is_off, "use_sliding_window": _is_off,
-}
-def _are_types(value: Any) -> bool:
-    return isinstance(value, list) and all(one in ("full_attention", "sliding_attention") for one in value)
-
-
-def _is_number(value: Any) -> bool:
-    return _is_positive(value) or (type(value) in (int, float) and value == 0)
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and all(type(one) is int for one in value)
-
-
-def _is_gelu(value: Any) -> bool:
-    return bool(value == "gelu_pytorch_tanh")
-
-
-def _is_cap(value: Any) -> bool:
-    return value is None or _is_positive(value)
-
-
-def _is_window(value: Any) -> bool:
-    return value is None or _is_size(value)
-
-
-_GEMMA: Final[Mapping[str, _Check]] = {
-    "attention_bias": _is_flag, "attn_logit_softcapping": _is_cap, "final_logit_softcapping": _is_cap,
-    "head_dim": _is_size, "hidden_act": _is_off, "hidden_activation": _is_gelu, "layer_types": _are_types,
-    "query_pre_attn_scalar": _is_positive, "sliding_window": _is_window, "tie_word_embeddings": _is_bool,
-    "use_bidirectional_attention": _is_off,
-}
-_EXPERTS: Final[Mapping[str, _Check]] = {
-    "num_experts_per_tok": _is_size, "output_router_logits": _is_off,
-    "router_aux_loss_coef": _is_anything,
-}
-_FAMILIES: Final[Mapping[str, tuple[str, Mapping[str, _Check]]]] = {
-    "llama": ("LlamaForCausalLM", {
-        "attention_bias": _is_flag, "head_dim": _is_anything, "mlp_bias": _is_flag,
-        "pretraining_tp": lambda value: value in (None, 1),
-    }),
-    "mistral": ("MistralForCausalLM", {"head_dim": _is_anything, "sliding_window": _is_window}),
-    "qwen2": ("Qwen2ForCausalLM", _QWEN),
-    "qwen3": ("Qwen3ForCausalLM", {**_QWEN, "attention_bias": _is_flag, "head_dim": _is_size}),
-    "phi3": ("Phi3ForCausalLM", {
-        "embd_pdrop": _is_number, "original_max_position_embeddings": _is_size, "resid_pdrop": _is_number,
-        "sliding_window": _is_window,
-    }),
-    "granite": ("GraniteForCausalLM", {
-        "attention_bias": _is_flag, "mlp_bias": _is_flag, "attention_multiplier": _is_positive,
-        "embedding_multiplier": _is_positive, "logits_scaling": _is_positive, "residual_multiplier": _is_positive,
-    }),
-    "smollm3": ("SmolLM3ForCausalLM", {
-        "attention_bias": _is_flag, "layer_types": _are_types, "max_window_layers": _is_anything,
-        "mlp_bias": _is_flag, "no_rope_layer_interval": _is_size, "no_rope_layers": _are_flags,
-        "sliding_window": _is_window, "tie_word_embeddings": _is_bool, "use_sliding_window": _is_flag,
-    }),
-    "olmo2": ("Olmo2ForCausalLM", {"attention_bias": _is_flag}),
-    "olmo3": ("Olmo3ForCausalLM", {
-        "attention_bias": _is_flag, "layer_types": _are_types, "sliding_window": _is_window,
-    }),
-    "mixtral": ("MixtralForCausalLM", {
-        **_EXPERTS, "head_dim": _is_anything, "num_local_experts": _is_size, "router_jitter_noise": _is_anything,
-        "sliding_window": _is_window,
-    }),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", {
-        **_EXPERTS, "attention_bias": _is_flag, "decoder_sparse_step": _is_size, "head_dim": _is_size,
-        "max_window_layers": _is_anything, "mlp_only_layers": _are_numbers, "moe_intermediate_size": _is_size,
-        "norm_topk_prob": _is_bool, "num_local_experts": _is_size, "sliding_window": _is_off,
-        "use_sliding_window": _is_off,
-    }),
-    "olmoe": ("OlmoeForCausalLM", {
-        **_EXPERTS, "attention_bias": _is_flag, "clip_qkv": _is_off, "norm_topk_prob": _is_bool,
-        "num_experts": _is_size,
-    }),
-    "gemma2": ("Gemma2ForCausalLM", _GEMMA),
-    "gemma3_text": ("Gemma3ForCausalLM", {**_GEMMA, "_sliding_window_pattern": _is_anything}),
-}
-"""By architecture: its class, and the fields that only it has."""
-_FIELDS: Final[Mapping[str, _Check]] = {
+_FIELDS: Final[Mapping[str, Check]] = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads",
-                     "num_hidden_layers", "num_key_value_heads", "vocab_size"), _is_size),
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _names_tokens),
+                     "num_hidden_layers", "num_key_value_heads", "vocab_size"), is_size),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), names_tokens),
     **dict.fromkeys(("_name_or_path", "architectures", "attention_dropout", "dtype", "initializer_range", "model_type",
                      "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype", "transformers_version",
-                     "use_cache"), _is_anything),
-    "hidden_act": lambda value: value == "silu", "rms_norm_eps": _is_positive, "tie_word_embeddings": _is_flag,
+                     "use_cache"), is_anything),
+    "hidden_act": lambda value: value == "silu", "rms_norm_eps": is_positive, "tie_word_embeddings": is_flag,
 }
 """What the fields of all architectures must be, ``None`` if they are not there."""
 _KEPT: Final = (
@@ -234,42 +126,39 @@ def read_config(directory: Path, left_out: AbstractSet[str] = frozenset()) -> tu
     """
     _require(not (directory / "adapter_config.json").exists(), "it has an adapter")
     raw = {name: value for name, value in _read_json(directory / "config.json").items() if name not in left_out}
-    class_name, own_fields = _FAMILIES.get(str(raw.get("model_type")), ("", {}))
+    family = FAMILIES.get(str(raw.get("model_type")))
+    if family is None or raw.get("architectures") != [f"{family.classes}ForCausalLM"]:
+        raise NotQuick(f"it is none of {', '.join(FAMILIES)}")
     # Rule: files have either name, and transformers makes it its own.
     if len(old := [name for name in EXPERT_COUNTS if name in raw]) == 1:
-        raw[next((name for name in EXPERT_COUNTS if name in own_fields), old[0])] = raw.pop(old[0])
-    _require(raw.get("architectures") == [class_name], f"it is none of {', '.join(_FAMILIES)}")
-    fields = {**_FIELDS, **own_fields}
+        raw[next((name for name in EXPERT_COUNTS if name in family.fields), old[0])] = raw.pop(old[0])
+    fields = {**_FIELDS, **family.fields}
     for name in sorted({*raw, *fields}):
         is_known = name in fields and fields[name](raw.get(name))
         _require(is_known, f"{name} in its configuration is not known to be harmless")
-    # Rule: without one OLMoE has no first token, where others have one that its class names.
-    special = {"eos_token_id"} if raw["model_type"] == "olmoe" else {"bos_token_id", "eos_token_id"}
-    _require(special <= raw.keys(), "its configuration does not say which tokens are special")
+    _require(family.special_tokens <= raw.keys(), "its configuration does not say which tokens are special")
     _require(raw["num_attention_heads"] % raw["num_key_value_heads"] == 0, "its heads form no groups")
-    # Why not Qwen's: transformers has other values of those than the file.
-    kept = {*_KEPT, *(own_fields.keys() - _QWEN.keys() if "use_mrope" in own_fields else own_fields)} - {"head_dim"}
-    config = _Config(**{name: raw.get(name) for name in sorted(kept)}, rope_parameters=_rope(raw))
-    # Rule: transformers' other attention of this architecture knows no soft cap.
-    config._attn_implementation = "eager" if config.model_type == "gemma2" else "sdpa"
+    kept = {*_KEPT, *family.fields.keys() - family.replaced_fields} - {"head_dim"}
+    config = _Config(**{name: raw.get(name) for name in sorted(kept)}, rope_parameters=_rope(raw, family))
+    config._attn_implementation = family.attention
     config.dtype = raw.get("dtype") or raw.get("torch_dtype")
     config.head_dim = raw.get("head_dim") or config.hidden_size // config.num_attention_heads
-    _require(_is_size(config.head_dim) and config.head_dim % 2 == 0, "head_dim is no size")
+    _require(is_size(config.head_dim) and config.head_dim % 2 == 0, "head_dim is no size")
     _require(vars(config).get("num_experts_per_tok", 0) <= num_experts(config), "it chooses more experts than it has")
-    _require_layers(config, raw, own_fields)
+    _require_layers(config, raw, family)
     generation = directory / "generation_config.json"
     eos_token_id = _read_json(generation).get("eos_token_id") if generation.exists() else None
-    _require(_names_tokens(eos_token_id), "its generation ends with unknown tokens")
+    _require(names_tokens(eos_token_id), "its generation ends with unknown tokens")
     return config, SimpleNamespace(eos_token_id=eos_token_id)
 
 
-def _require_layers(config: _Config, raw: Mapping[str, Any], own_fields: Mapping[str, _Check]) -> None:
+def _require_layers(config: _Config, raw: Mapping[str, Any], family: Family) -> None:
     """Complete and check what the configuration says of single layers."""
     num_layers = config.num_hidden_layers
-    if "use_mrope" in own_fields:
+    if "layer_types" in family.replaced_fields:
         config.layer_types = ["full_attention"] * num_layers
         _require(raw.get("layer_types") in (None, config.layer_types), "its layers are of several types")
-    for name in own_fields.keys() & {"layer_types", "no_rope_layers"}:
+    for name in family.fields.keys() & {"layer_types", "no_rope_layers"}:
         _require(len(raw.get(name) or [0] * num_layers) == num_layers, f"{name} does not have an entry for each layer")
     if "sliding_attention" in (raw.get("layer_types") or ()):
         is_used = raw.get("use_sliding_window", True) and raw.get("sliding_window")
@@ -278,17 +167,17 @@ def _require_layers(config: _Config, raw: Mapping[str, Any], own_fields: Mapping
     _require(0 < turned <= config.head_dim and turned % 2 == 0, "partial_rotary_factor is no part of a head")
 
 
-def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
     new, old = raw.get("rope_parameters"), raw.get("rope_scaling")
     _require(new is None or old is None, "its rotary embedding is described twice")
     given = new or old or {}
     _require(isinstance(given, dict), "its rotary embedding is no object")
-    if raw.get("model_type") in ("gemma3_text", "olmo3"):
+    if family.has_rope_by_type:
         kinds = ("full_attention", "sliding_attention")
         _require(new is not None and given.keys() == {*kinds}, "its rotary embedding is not described by layer types")
         return {kind: _rope_of_one_kind(given[kind]) for kind in kinds}
     rope = {"rope_type": "default", "rope_theta": raw.get("rope_theta"), **given}
-    if raw.get("model_type") != "phi3":
+    if not family.may_turn_parts:
         return _rope_of_one_kind(rope)
     return _rope_of_one_kind({"partial_rotary_factor": 1.0, **rope}, {"partial_rotary_factor"})
 
@@ -296,7 +185,7 @@ def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _rope_of_one_kind(rope: Any, others: AbstractSet[str] = frozenset()) -> dict[str, Any]:
     is_known = isinstance(rope, dict) and isinstance(rope.get("rope_type"), str)
     is_known = is_known and rope.keys() == _ROPE.get(rope["rope_type"], set()) | others
-    _require(is_known and all(_is_positive(rope[name]) for name in rope.keys() - {"rope_type"}),
+    _require(is_known and all(is_positive(rope[name]) for name in rope.keys() - {"rope_type"}),
              "its rotary embedding is of another kind")
     return dict(rope)
 

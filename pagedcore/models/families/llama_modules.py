@@ -1,4 +1,4 @@
-"""The module trees of the architectures of ``families.py`` without transformers, for models that
+"""The module trees of the architectures of ``table.py`` without transformers, for models that
 ``quick_start.py`` reads.
 
 Owns the same modules under the same names, with the same operations in the same order, as transformers has for these
@@ -167,8 +167,11 @@ class DecoderLayer(nn.Module):
         super().__init__()
         family = FAMILIES[config.model_type]
         self.self_attn = Attention(config, part(weights, "self_attn."), number)
-        kind = SparseMoeBlock if "mlp.gate.weight" in weights else MLP
-        self.mlp = kind(config, part(weights, "mlp."))
+        inner = part(weights, "mlp.")
+        self.mlp: nn.Module = (
+            SparseMoeBlock(config, inner, has_wide_shares=family.has_wide_shares) if "gate.weight" in inner
+            else MLP(config, inner)
+        )  # fmt: skip
         self._norms, self._multiplier = family.norms, config.residual_multiplier if family.has_multipliers else 1.0
         for name in filter(None, family.norms):
             setattr(self, name, RMSNorm(weights[f"{name}.weight"], config.rms_norm_eps, family.norm_offset))

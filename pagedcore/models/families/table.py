@@ -1,8 +1,9 @@
-"""What distinguishes each architecture that the fused decoder computes from Llama, as data.
+"""What distinguishes each known architecture from Llama, as data: the one table of them.
 
 Owns the descriptions that ``decoders/fused_match.py`` compares a model's modules with, that ``decoders/fused.py``
-computes by, and that ``llama_modules.py`` builds modules by. What an architecture's modules or configuration say
-themselves, such as windows, shapes, biases and angles, is not repeated here. Nothing is computed.
+computes by, that ``llama_modules.py`` builds modules by, and that ``checkpoints/quick_start.py`` reads directories by.
+What an architecture's modules or configuration say themselves, such as windows, shapes and angles, is not repeated
+here. Nothing is computed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
+
+from pagedcore.models.families.field_checks import (
+    Check,
+    are_flags,
+    are_integers,
+    are_layer_types,
+    is_anything,
+    is_bool,
+    is_cap,
+    is_flag,
+    is_gelu,
+    is_number,
+    is_off,
+    is_one,
+    is_positive,
+    is_size,
+    is_window,
+)
 
 _BEFORE: Final = ("input_layernorm", "", "post_attention_layernorm", "")
 _AFTER: Final = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
@@ -24,12 +43,30 @@ class Family:
 
     classes: str
     """How the names of transformers' classes begin."""
+    fields: Mapping[str, Check]
+    """What the fields of ``config.json`` that not all architectures have must be. Any other field is unknown."""
+    replaced_fields: frozenset[str] = frozenset()
+    """Those of which transformers has other values than the file; layers are of full attention if they are replaced."""
+    special_tokens: frozenset[str] = frozenset({"bos_token_id", "eos_token_id"})
+    """Fields that a configuration must have, because the class names a token otherwise."""
+    has_rope_by_type: bool = False
+    """Whether each type of layers has angles of its own."""
+    may_turn_parts: bool = False
+    """Whether angles may turn a part of a head only."""
+    attention: str = "sdpa"
+    """What transformers attends with when it may choose."""
+    file_names: Mapping[str, str] = field(default_factory=dict)
+    """What files call parts of names, by what modules call them; each between dots."""
     norms: tuple[str, str, str, str] = _BEFORE
     """A layer's norms before and after the attention, before and after the rest; "" for none."""
     norm_offset: float | None = None
     """``None``: norms round before they multiply by their weight; a number is added to it, and the product rounded."""
     has_head_norms: bool = False
-    """Whether queries and keys are normed: each head, or all heads of a row together, as their weights are long."""
+    """Whether queries and keys are normed: each head, or all heads of a row together."""
+    norms_whole_rows: bool = False
+    """Whether those norms are of all heads of a row together."""
+    has_qkv_bias: bool = False
+    """Whether queries, keys and values have biases, whatever the configuration says."""
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     activation: str = "act_fn"
@@ -39,48 +76,106 @@ class Family:
     """Whether embeddings are multiplied by the root of their size, and logits may have a soft cap."""
     has_experts: bool = False
     """Whether layers may be mixtures of experts."""
+    has_wide_shares: bool = False
+    """Whether the shares of a row's experts always sum to one, and stay in float32."""
     has_wide_angles: bool = False
     """Whether cosines and sines stay in float32."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Modules by path whose classes are not called as Llama's: ends of the names."""
 
 
-_MIXTRAL: Final = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
-"""What Mixtral's files call what others call like its modules."""
-_GEMMA: Final = {"model.embed_tokens": "TextScaledWordEmbedding"}
+_GEMMA_MODULES: Final = {"model.embed_tokens": "TextScaledWordEmbedding"}
+_GEMMA: Final[Mapping[str, Check]] = {
+    "attention_bias": is_flag, "attn_logit_softcapping": is_cap, "final_logit_softcapping": is_cap,
+    "head_dim": is_size, "hidden_act": is_off, "hidden_activation": is_gelu, "layer_types": are_layer_types,
+    "query_pre_attn_scalar": is_positive, "sliding_window": is_window, "tie_word_embeddings": is_bool,
+    "use_bidirectional_attention": is_off,
+}
+_QWEN: Final[Mapping[str, Check]] = {
+    "layer_types": is_anything, "max_window_layers": is_anything, "sliding_window": is_anything, "use_mrope": is_off,
+    "use_sliding_window": is_off,
+}
+_EXPERTS: Final[Mapping[str, Check]] = {
+    "num_experts_per_tok": is_size, "output_router_logits": is_off, "router_aux_loss_coef": is_anything,
+}
 FAMILIES: Final[Mapping[str, Family]] = {
-    "llama": Family(classes="Llama"),
-    "mistral": Family(classes="Mistral"),
-    "qwen2": Family(classes="Qwen2"),
-    "qwen3": Family(classes="Qwen3", has_head_norms=True),
-    "phi3": Family(classes="Phi3", qkv=("qkv_proj",), gate_up=("gate_up_proj",), activation="activation_fn"),
-    "granite": Family(classes="Granite", has_multipliers=True),
-    "smollm3": Family(classes="SmolLM3"),
-    "olmo2": Family(classes="Olmo2", norms=_AFTER, norm_offset=0.0, has_head_norms=True, has_wide_angles=True),
-    "olmo3": Family(classes="Olmo3", norms=_AFTER, norm_offset=0.0, has_head_norms=True, has_wide_angles=True),
-    "gemma2": Family(classes="Gemma2", norms=_AROUND, norm_offset=1.0, is_gemma=True, modules=_GEMMA),
-    "gemma3_text": Family(
-        classes="Gemma3", norms=_AROUND, norm_offset=1.0, has_head_norms=True, is_gemma=True,
-        modules={**_GEMMA, "model": "TextModel"},
+    "llama": Family(classes="Llama", fields={
+        "attention_bias": is_flag, "head_dim": is_anything, "mlp_bias": is_flag, "pretraining_tp": is_one,
+    }),
+    "mistral": Family(classes="Mistral", fields={"head_dim": is_anything, "sliding_window": is_window}),
+    "qwen2": Family(classes="Qwen2", has_qkv_bias=True, fields=_QWEN, replaced_fields=frozenset(_QWEN)),
+    "qwen3": Family(
+        classes="Qwen3", has_head_norms=True, replaced_fields=frozenset(_QWEN),
+        fields={**_QWEN, "attention_bias": is_flag, "head_dim": is_size},
     ),
-    "mixtral": Family(classes="Mixtral", has_experts=True),
-    "qwen3_moe": Family(classes="Qwen3Moe", has_head_norms=True, has_experts=True),
-    "olmoe": Family(classes="Olmoe", has_head_norms=True, has_experts=True),
+    "phi3": Family(
+        classes="Phi3", qkv=("qkv_proj",), gate_up=("gate_up_proj",), activation="activation_fn", may_turn_parts=True,
+        fields={"embd_pdrop": is_number, "original_max_position_embeddings": is_size, "resid_pdrop": is_number,
+                "sliding_window": is_window},
+    ),
+    "granite": Family(classes="Granite", has_multipliers=True, fields={
+        "attention_bias": is_flag, "mlp_bias": is_flag, "attention_multiplier": is_positive,
+        "embedding_multiplier": is_positive, "logits_scaling": is_positive, "residual_multiplier": is_positive,
+    }),
+    "smollm3": Family(classes="SmolLM3", fields={
+        "attention_bias": is_flag, "layer_types": are_layer_types, "max_window_layers": is_anything,
+        "mlp_bias": is_flag, "no_rope_layer_interval": is_size, "no_rope_layers": are_flags,
+        "sliding_window": is_window, "tie_word_embeddings": is_bool, "use_sliding_window": is_flag,
+    }),
+    "olmo2": Family(
+        classes="Olmo2", norms=_AFTER, norm_offset=0.0, has_head_norms=True, norms_whole_rows=True,
+        has_wide_angles=True, fields={"attention_bias": is_flag},
+    ),
+    "olmo3": Family(
+        classes="Olmo3", norms=_AFTER, norm_offset=0.0, has_head_norms=True, norms_whole_rows=True,
+        has_wide_angles=True, has_rope_by_type=True,
+        fields={"attention_bias": is_flag, "layer_types": are_layer_types, "sliding_window": is_window},
+    ),
+    "gemma2": Family(
+        classes="Gemma2", norms=_AROUND, norm_offset=1.0, is_gemma=True, modules=_GEMMA_MODULES, fields=_GEMMA,
+        attention="eager",  # because transformers' other attention knows no soft cap
+    ),
+    "gemma3_text": Family(
+        classes="Gemma3", norms=_AROUND, norm_offset=1.0, has_head_norms=True, is_gemma=True, has_rope_by_type=True,
+        modules={**_GEMMA_MODULES, "model": "TextModel"},
+        fields={**_GEMMA, "_sliding_window_pattern": is_anything},
+    ),
+    "mixtral": Family(
+        classes="Mixtral", has_experts=True, has_wide_shares=True,
+        file_names={"mlp": "block_sparse_moe", "gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"},
+        fields={**_EXPERTS, "head_dim": is_anything, "num_local_experts": is_size, "router_jitter_noise": is_anything,
+                "sliding_window": is_window},
+    ),
+    "qwen3_moe": Family(classes="Qwen3Moe", has_head_norms=True, has_experts=True, fields={
+        **_EXPERTS, "attention_bias": is_flag, "decoder_sparse_step": is_size, "head_dim": is_size,
+        "max_window_layers": is_anything, "mlp_only_layers": are_integers, "moe_intermediate_size": is_size,
+        "norm_topk_prob": is_bool, "num_local_experts": is_size, "sliding_window": is_off,
+        "use_sliding_window": is_off,
+    }),
+    "olmoe": Family(
+        classes="Olmoe", has_head_norms=True, norms_whole_rows=True, has_experts=True,
+        special_tokens=frozenset({"eos_token_id"}),  # because its class names no first one
+        fields={**_EXPERTS, "attention_bias": is_flag, "clip_qkv": is_off, "norm_topk_prob": is_bool,
+                "num_experts": is_size},
+    ),
 }
 """By ``model_type``."""
 
 
 def module_name(name: str) -> str:
-    """Return the name of a file's tensor in the way of its modules; only Mixtral's differ."""
-    if ".block_sparse_moe." in name:
-        for old, new in _MIXTRAL.items():
-            name = name.replace(old, new)
+    """Return the name of a file's tensor in the way of its modules, for whichever architecture has files that call a
+    part of it otherwise."""
+    for family in FAMILIES.values():
+        # Rule: the first of the parts marks the files; the others are short words that any file might use.
+        if family.file_names and f".{next(iter(family.file_names.values()))}." in name:
+            for new, old in family.file_names.items():
+                name = name.replace(f".{old}.", f".{new}.")
     return name
 
 
 def file_name(name: str, model_type: str) -> str:
     """Return what files of an architecture call a tensor or a module; the inverse of ``module_name``."""
-    if model_type == "mixtral":
-        for new, old in _MIXTRAL.items():
-            name = f"{name}.".replace(old, new)[:-1]
+    family = FAMILIES.get(model_type)
+    for new, old in family.file_names.items() if family is not None else ():
+        name = f"{name}.".replace(f".{new}.", f".{old}.")[:-1]
     return name

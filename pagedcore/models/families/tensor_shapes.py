@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pagedcore.models.families.table import FAMILIES
+from pagedcore.models.families.table import FAMILIES, file_name
 
 Shapes = dict[str, tuple[int, ...]]
 EXPERT_COUNTS: Final = ("num_local_experts", "num_experts")
@@ -25,7 +25,8 @@ def shapes_of(config: Any) -> Shapes:
     sparse = _shapes_of_experts(config) if FAMILIES[config.model_type].has_experts else {}
     for number in range(config.num_hidden_layers):
         layer = attention | (sparse if is_mixture(config, number) else dense)
-        shapes |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        shapes |= {file_name(f"model.layers.{number}.{name}", config.model_type): shape
+                   for name, shape in layer.items()}
     return shapes
 
 
@@ -40,7 +41,7 @@ def _shapes_of_attention(config: Any) -> Shapes:
     }
     vectors = dict.fromkeys(filter(None, family.norms), hidden)
     if family.has_head_norms:
-        is_whole = family.norm_offset == 0.0 or config.model_type == "olmoe"
+        is_whole = family.norms_whole_rows
         vectors |= {"self_attn.q_norm": query if is_whole else head, "self_attn.k_norm": kv if is_whole else head}
     return {**_with_biases(config, products), **{f"{name}.weight": (size,) for name, size in vectors.items()}}
 
@@ -53,15 +54,12 @@ def _shapes_of_mlp(config: Any) -> Shapes:
 
 
 def _shapes_of_experts(config: Any) -> Shapes:
-    """Return the tensors of a mixture by the names that files have."""
+    """Return the tensors of a mixture."""
     hidden, inner = config.hidden_size, vars(config).get("moe_intermediate_size", config.intermediate_size)
-    block, gate, up, down = "mlp", "gate_proj", "up_proj", "down_proj"
-    if config.model_type == "mixtral":
-        block, gate, up, down = "block_sparse_moe", "w1", "w3", "w2"
-    shapes: Shapes = {f"{block}.gate.weight": (num_experts(config), hidden)}
+    shapes: Shapes = {"mlp.gate.weight": (num_experts(config), hidden)}
+    parts = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     for number in range(num_experts(config)):
-        parts = {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
-        shapes |= {f"{block}.experts.{number}.{name}.weight": shape for name, shape in parts.items()}
+        shapes |= {f"mlp.experts.{number}.{name}.weight": shape for name, shape in parts.items()}
     return shapes
 
 
@@ -85,4 +83,4 @@ def _with_biases(config: Any, products: Mapping[str, tuple[int, ...]]) -> Shapes
 def _has_bias(config: Any, name: str) -> bool:
     if name.startswith("mlp."):
         return bool(config.mlp_bias)
-    return bool(config.attention_bias) or (config.model_type == "qwen2" and not name.endswith("o_proj"))
+    return bool(config.attention_bias) or (FAMILIES[config.model_type].has_qkv_bias and not name.endswith("o_proj"))

@@ -18,12 +18,11 @@ Weights = Mapping[str, torch.Tensor]
 class TopKRouter(nn.Module):
     """Chooses the experts of each row."""
 
-    def __init__(self, config: Any, weight: torch.Tensor) -> None:
-        """Take a weight [experts, hidden]."""
+    def __init__(self, config: Any, weight: torch.Tensor, *, has_wide_shares: bool) -> None:
+        """Take a weight [experts, hidden]; wide shares always sum to one, and stay in float32."""
         super().__init__()
         self.weight, self._top_k = nn.Parameter(weight, requires_grad=False), int(config.num_experts_per_tok)
-        # Rule: Mixtral's shares always sum to one, and stay in float32.
-        self._is_wide = config.model_type == "mixtral"
+        self._is_wide = has_wide_shares
         self._is_normed = self._is_wide or bool(config.norm_topk_prob)
 
     def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -73,10 +72,10 @@ class Experts(nn.Module):
 class SparseMoeBlock(nn.Module):
     """What a mixture has in the place of the gated half of a layer."""
 
-    def __init__(self, config: Any, weights: Weights) -> None:
-        """Take the weights of ``gate`` and of ``experts``."""
+    def __init__(self, config: Any, weights: Weights, *, has_wide_shares: bool) -> None:
+        """Take the weights of ``gate`` and of ``experts``; the rest is as for ``TopKRouter``."""
         super().__init__()
-        self.gate = TopKRouter(config, weights["gate.weight"])
+        self.gate = TopKRouter(config, weights["gate.weight"], has_wide_shares=has_wide_shares)
         prefix = "experts."
         self.experts = Experts({name.removeprefix(prefix): weight for name, weight in weights.items()
                                 if name.startswith(prefix)})

@@ -48,7 +48,7 @@ def require_same(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert quick_print == general_print
     assert quick.generation_config.eos_token_id == general.generation_config.eos_token_id
     scores = scores_of(directory, must_fuse=True)
-    monkeypatch.setattr(quick_start, "_FAMILIES", {})
+    monkeypatch.setattr(quick_start, "FAMILIES", {})
     assert np.array_equal(scores, scores_of(directory, must_fuse=True))
 
 
@@ -151,7 +151,7 @@ def test_odd_configurations_end_alike(
     write_checkpoint(tmp_path, "gptq", "qwen2")
     change_config(tmp_path, **changes)
     quick = outcome(tmp_path)
-    monkeypatch.setattr(quick_start, "_FAMILIES", {})
+    monkeypatch.setattr(quick_start, "FAMILIES", {})
     assert np.array_equal(quick, outcome(tmp_path))
 
 
@@ -169,7 +169,7 @@ def test_odd_tensors_end_alike(
     others = {} if change == "gone" else {name: kinds[change]}
     save_file({**tensors, **others}, tmp_path / "model.safetensors", {"format": "pt"})
     quick = outcome(tmp_path)
-    monkeypatch.setattr(quick_start, "_FAMILIES", {})
+    monkeypatch.setattr(quick_start, "FAMILIES", {})
     assert np.array_equal(quick, outcome(tmp_path))
 
 
@@ -180,5 +180,5 @@ def test_odd_generation_settings_end_alike(text: str, tmp_path: Path, monkeypatc
     (tmp_path / "generation_config.json").write_text(text)
     quick = outcome(tmp_path)
     assert isinstance(quick, str)
-    monkeypatch.setattr(quick_start, "_FAMILIES", {})
+    monkeypatch.setattr(quick_start, "FAMILIES", {})
     assert quick == outcome(tmp_path)

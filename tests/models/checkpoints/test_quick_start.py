@@ -6,8 +6,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from pagedcore.models.checkpoints.quick_start import NotQuick, read_model, why_n
 from pagedcore.models.decoders.fused import FusedDecoder
 from pagedcore.models.decoders.plain import ModuleDecoder
 from pagedcore.models.families.llama_modules import ForCausalLM
+from pagedcore.models.families.table import FAMILIES
 from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
@@ -104,6 +106,16 @@ def test_a_quick_model_is_the_one_of_transformers(tmp_path: Path, name: str, dty
     assert (one.eos_token_ids, one.max_model_len) == (other.eos_token_ids, other.max_model_len)
     assert one.layers == other.layers
     assert type(one._decoder) is type(other._decoder) is FusedDecoder
+
+
+def test_an_architecture_is_one_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name that is added to the table is read and computed by the fused kernels; nothing else knows it."""
+    edit(save(tmp_path) / "config.json", model_type="of_tomorrow", architectures=["OfTomorrowForCausalLM"])
+    with pytest.raises(NotQuick, match="it is none of llama,"):
+        read_model(tmp_path, torch.float32)
+    monkeypatch.setitem(cast("Any", FAMILIES), "of_tomorrow", replace(FAMILIES["llama"], classes="OfTomorrow"))
+    model = TransformersModel(read_model(tmp_path, torch.float32), NumbaCpuAttention)
+    assert type(model._decoder) is FusedDecoder
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi3", "smollm3", "olmo3", "gemma2", "mixtral"])
@@ -259,7 +271,7 @@ def test_an_engine_answers_the_same_by_both_paths(tmp_path: Path, monkeypatch: p
     questions = ["What is 2 + 3?", "What comes after Sunday?", "Sort 7, 5, 6."]
     for is_quick in (True, False):
         if not is_quick:
-            monkeypatch.setattr(quick_start, "_FAMILIES", {})
+            monkeypatch.setattr(quick_start, "FAMILIES", {})
         with Engine.from_pretrained("demo", num_kv_blocks=64) as engine:
             outputs = [output.outputs[0] for output in engine.generate(questions, params)]
             answers.append([(output.token_ids, output.logprobs) for output in outputs])

@@ -1,0 +1,31 @@
+"""A name that stands for facts is written in the table of these facts; all others ask the table."""
+
+from __future__ import annotations
+
+import ast
+
+from architecture.sources import SOURCES
+from pagedcore.models.families.table import FAMILIES
+
+NAMES_OF_OTHERS = {
+    ("pagedcore.models.checkpoints.gguf", "llama"), ("pagedcore.models.checkpoints.gguf", "qwen2"),
+    ("pagedcore.models.checkpoints.gguf", "qwen3"),
+    ("pagedcore.tokenizer.gguf_tokenizer", "llama"), ("pagedcore.tokenizer.gguf_tokenizer", "qwen2"),
+    ("pagedcore.plugins.builtin", "mistral"),
+}
+"""Words of GGUF files, which llama.cpp chose, and the name of a format of tool calls."""
+
+
+def literals(names: set[str], *homes: str) -> set[tuple[str, str]]:
+    """Return which of the names stand as literals in which modules, other than those of their home."""
+    return {
+        (source.module, node.value)
+        for source in SOURCES if source.module not in homes
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in names
+    }
+
+
+def test_an_architecture_is_named_in_its_table_only() -> None:
+    """No other module of the product decides by ``model_type``."""
+    assert literals({*FAMILIES}, "pagedcore.models.families.table") == NAMES_OF_OTHERS
