@@ -32,7 +32,7 @@ from pagedcore import Engine, SamplingParams
 from pagedcore.execution.sampler import Sampler
 from pagedcore.models.decoders.output_layer import OutputLayer
 from pagedcore.models.linears.packed_linear import OneDnnMatmul
-from pagedcore.models.linears.schemes import SCHEMES
+from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.requests.stats import StepStats
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
@@ -69,7 +69,7 @@ class Peaks:
         self._rows = torch.randn(MANY_ROWS, weight.shape[1]).to(dtype)
         products: list[Any] = [PackedMatmul(weight, None), lambda rows: torch.nn.functional.linear(rows, weight)]
         products += [OneDnnMatmul(weight, None)] if OneDnnMatmul.supports(dtype, weight.shape[1]) else []
-        products += [SCHEMES[quantization](weight, None)] if quantization != "none" else []
+        products += [QUANTIZERS[quantization](weight, None)] if quantization != "none" else []
         self._products, self._num_operations = products, 2 * MANY_ROWS * weight.numel()
         self._wide, self._numbers = PackedMatmul(torch.zeros(HEAD, dtype=dtype), None), torch.ones(2**28)
 

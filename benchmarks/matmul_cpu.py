@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from pagedcore.models.linears.packed_linear import OneDnnMatmul
-from pagedcore.models.linears.schemes import SCHEMES
+from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.protocols import Matmul
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages
@@ -48,7 +48,7 @@ def seconds(all_products: list[Product], rows: dict[int, torch.Tensor], weights:
 
 def compare(weights: list[torch.Tensor], sizes: tuple[int, ...], repeats: int) -> None:
     """Print a line for each number of rows."""
-    ours, theirs, *quantised = (products(kind, weights) for kind in (PackedMatmul, OneDnnMatmul, *SCHEMES.values()))
+    ours, theirs, *quantised = (products(kind, weights) for kind in (PackedMatmul, OneDnnMatmul, *QUANTIZERS.values()))
     flops = 2 * sum(weight.numel() for weight in weights)
     for size in sizes:
         rows = {weight.shape[1]: torch.randn(size, weight.shape[1]).to(weight.dtype) for weight in weights}
@@ -73,7 +73,7 @@ def main() -> None:
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, arguments.dtype)
     print(f"{arguments.threads} threads; {'rows':>4}{'ours ms':>12}{'oneDNN ms':>12}{'ratio':>10}{'GFLOP/s':>12}"
-          + "".join(f"{name + ' ms':>12}{'ratio':>10}" for name in SCHEMES))
+          + "".join(f"{name + ' ms':>12}{'ratio':>10}" for name in QUANTIZERS))
     with torch.inference_mode():
         for shapes, sizes in ((LAYER * arguments.layers, ROWS), ((HEAD,), ROWS[:8])):
             print(f"{len(shapes)} products")

@@ -43,7 +43,7 @@ from pagedcore.models.checkpoints.quantized import load_stored, stored_format
 from pagedcore.models.linears.int8_embedding import quantize_embedding
 from pagedcore.models.linears.packed_experts import pack_experts
 from pagedcore.models.linears.packed_linear import FASTEST, pack_linears
-from pagedcore.models.linears.schemes import SCHEMES
+from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.models.linears.stored_weight import StoredLinears
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
@@ -87,8 +87,8 @@ def logit_error(name: str, kind: str, has_int8_embedding: bool = True) -> tuple[
             given = loaded(input_ids=tokens, use_cache=False).logits[0]
     else:
         if has_int8_embedding:
-            quantize_embedding(model, SCHEMES[kind], kind)
-        keep = {"linears": StoredLinears(SCHEMES[kind]), "on_unused": lambda weight: None}
+            quantize_embedding(model, QUANTIZERS[kind], kind)
+        keep = {"linears": StoredLinears(QUANTIZERS[kind]), "on_unused": lambda weight: None}
         pack_experts(model, routers=FASTEST, **keep)
         pack_linears(model, **keep)
         given = model(input_ids=tokens, use_cache=False).logits[0]
@@ -233,7 +233,7 @@ def main() -> None:
         for name in given.shapes:
             if kind != "none" and not (kind == SMOOTHED and name in NOT_CONVERTED):
                 error, same = logit_error(name, kind)
-                others = f"{logit_error(name, kind, False)[0]:.2%}" if kind in SCHEMES else ""
+                others = f"{logit_error(name, kind, False)[0]:.2%}" if kind in QUANTIZERS else ""
                 rows.append([kind, name, f"{error:.2%}", f"{same:.1%} of 512", others])
     print(markdown(["scheme", "random model", "error of logits", "same largest logit", "with the embedding as it is"],
                    rows), flush=True)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from pagedcore.config.schemes import SCHEMES, listed
+
 if TYPE_CHECKING:
     from pagedcore import Engine, Request
 
@@ -21,7 +23,7 @@ ModelOption = Annotated[
 DtypeOption = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
 KVDtypeOption = Annotated[str | None, typer.Option(help="auto, which is that of the weights, or int8.")]
 QuantizationOption = Annotated[
-    str | None, typer.Option(help="Weights of linear layers: none, w8a8, w8a16, w4a16 or auto-int8.")
+    str | None, typer.Option(help=f"Weights of linear layers: none, {listed(SCHEMES)}.")
 ]
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="Settings of the engine, TOML or JSON; options given here win.")

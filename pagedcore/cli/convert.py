@@ -8,15 +8,18 @@ from typing import Annotated
 import typer
 
 from pagedcore.cli.common import DtypeOption, console, error_console
+from pagedcore.config.schemes import SCHEMES
+
+_SCHEMES = "; ".join(f"{name}: {scheme.summary}" for name, scheme in SCHEMES.items())
 
 
 def convert(
     model: Annotated[str, typer.Argument(help='A model directory, a GGUF file, or "demo".')],
-    quantization: Annotated[str, typer.Option(help="w8a8, w8a16, w4a16 or auto-int8; see the documentation.")],
+    quantization: Annotated[str, typer.Option(help=_SCHEMES)],
     out: Annotated[Path, typer.Option(help="Directory to write, which is not there yet.")],
     dtype: DtypeOption = None,
     calibration: Annotated[Path | None, typer.Option(
-        help="Prompts that stand for the model's use, one a line, text or .jsonl, for w8a8 and auto-int8."
+        help="Prompts that stand for the model's use, one a line, text or .jsonl, where rows are quantised."
     )] = None,
 ) -> None:
     """Write a model with quantised weights, which loads like any other and computes the same as with --quantization.
@@ -41,7 +44,7 @@ def convert(
             on_progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     console().print(f"{out}: {quantization}, {sum(path.stat().st_size for path in out.iterdir()):,} bytes")
-    if calibration is not None and quantization == "w8a8":
+    if calibration is not None and not SCHEMES[quantization].is_chosen:
         _print_unsmoothed(unsmoothed)
 
 

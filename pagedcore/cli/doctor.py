@@ -13,6 +13,7 @@ from rich.table import Table
 
 from pagedcore import __version__
 from pagedcore.cli.common import console
+from pagedcore.config.schemes import SCHEMES
 from pagedcore.errors import ModelNotSupported
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def machine_facts(machine: Machine) -> dict[str, str]:
         "usable cores": str(machine.num_cores),
         "instruction sets": " ".join(machine.instruction_sets) or "none that matter",
         "number formats": ", ".join(machine.dtypes),
-        "quantization": "w8a8, w8a16, w4a16, auto-int8" if has_fused_vectors() else "needs an x86 processor with AVX2",
+        "quantization": ", ".join(SCHEMES) if has_fused_vectors() else "needs an x86 processor with AVX2",
         "int8 products": describe_int8_products(),
         "memory": f"{machine.memory_bytes / 2**30:.1f} GiB",
         "GPUs": _gpus() or "none found",

@@ -16,6 +16,7 @@ from pagedcore.config import field_rules as rules
 from pagedcore.config.config_file import read_settings
 from pagedcore.config.limits import MAX_SEED, MAX_WAIT_MS
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, parse_memory
+from pagedcore.config.schemes import SCHEMES, listed
 from pagedcore.errors import InvalidConfig, describe_name, did_you_mean
 
 _MAX_WAIT_MS: Final = 50.0
@@ -24,7 +25,8 @@ BESIDE_SETTINGS: Final = ("config", "plugins", "stream_interval_s", "dead_after_
 _ALIASES: Final = {"max_batch_size": "max_num_seqs", "max_batch_tokens": "max_num_batched_tokens"}
 _ONE_DEVICE: Final = "An engine computes on one device; start several processes to use more."
 _NO_GUESSES: Final = "There is no speculative decoding."
-_BITS: Final = 'Say quantization="w8a8" or "w4a16"; files that are quantised say it themselves.'
+_NAMED: Final = listed(f'"{name}"' for name in SCHEMES)
+_BITS: Final = f"Say quantization={_NAMED}; files that are quantised say it themselves."
 _OF_OTHERS: Final = {
     "enable_lora": "Adapters are not read; merge them into the weights first.",
     "tensor_parallel_size": _ONE_DEVICE, "pipeline_parallel_size": _ONE_DEVICE, "data_parallel_size": _ONE_DEVICE,
@@ -38,9 +40,7 @@ _FORMATS: Final = {
     "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32", "f32": "float32", "float": "float32",
     "bf16": "bfloat16", "torch.float16": "float16", "torch.float32": "float32", "torch.bfloat16": "bfloat16",
 }
-_WIDTHS: Final = {
-    "int8": "w8a8", "8bit": "w8a8", "int4": "w4a16", "4bit": "w4a16", "auto": "auto-int8", "off": "none",
-}
+_WIDTHS: Final = {**{word: name for name, scheme in SCHEMES.items() for word in scheme.called}, "off": "none"}
 _SECRETS: Final = frozenset({"session_key"})
 _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "dtype": rules.one_of("auto", "float32", "bfloat16", "float16", elsewhere=_FORMATS),
@@ -61,7 +61,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "num_threads": rules.COUNT.or_none(),
     "attention_backend": rules.NAME,
     "linear_backend": rules.NAME,
-    "quantization": rules.one_of("none", "w8a8", "w8a16", "w4a16", "auto-int8", elsewhere=_WIDTHS),
+    "quantization": rules.one_of("none", *SCHEMES, elsewhere=_WIDTHS),
     "model_backend": rules.NAME,
     "scheduling_policy": rules.NAME,
     "policy_options": rules.OPTIONS,
@@ -140,11 +140,9 @@ class EngineConfig:
     linear_backend: str = "auto"
     """Name of an entry in the plugin table ``linears``, which makes the products of linear layers on a CPU."""
     quantization: str = "none"
-    """What the weights of linear layers become when a model is loaded on a CPU: "w8a8" for int8 weights with a scale
-    for each output, and rows in int8 with a scale each; "w8a16" for such weights, and rows as they are; "w4a16" for
-    int4 weights with a scale for each group of 128 inputs; "auto-int8" chooses w8a8, w8a16 or neither for each product,
-    from the weights alone; "none" leaves them. Embeddings of tokens are int8 then. Sessions and their files belong to
-    one choice."""
+    """What the weights of linear layers become when a model is loaded on a CPU: the name of a scheme in
+    docs/quantization.md, such as "w8a8"; "none" leaves them. Embeddings of tokens are int8 then. Sessions and their
+    files belong to one choice."""
     model_backend: str = "auto"
     """Name of an entry in the plugin table ``models``, which makes a ``ModelBackend`` of the model; "auto" takes one as
     it is, and "transformers" for everything else."""

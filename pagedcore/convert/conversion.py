@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from pagedcore.config.engine_config import EngineConfig
+from pagedcore.config.schemes import AUTO_INT8, SCHEMES
 from pagedcore.convert.activations import load_model, rows_seen
 from pagedcore.convert.calibration_set import read_calibration_set
 from pagedcore.convert.gguf_source import GGUFSource
@@ -47,7 +48,7 @@ from pagedcore.models.families.model_facts import max_model_len
 from pagedcore.models.families.table import file_name, module_name
 from pagedcore.models.linears.int8_embedding import FIELD, OF_HEAD, OWN_TABLE, kind_of_embedding
 from pagedcore.models.linears.packed_linear import can_pack
-from pagedcore.models.linears.schemes import SCHEMES
+from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.tokenizer.tokenizer import HFTokenizer
 from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.threads import num_threads_of_torch
@@ -108,13 +109,13 @@ def convert(
         modules, files = _open(source, resolve_dtype(dtype))
         prompts = None if calibration is None else _read_prompts(calibration, source, modules.config)
         seen, smoothing = dict[str, torch.Tensor](), Smoothing()
-        if prompts is not None and quantization == auto_int8.NAME:
+        if prompts is not None and quantization == AUTO_INT8:
             seen = rows_seen(load_model(source), auto_int8.modules_read(modules), prompts, on_progress)
         quantized = _schemes(modules, files, quantization, seen)
-        if prompts is not None and quantization != auto_int8.NAME:
+        if prompts is not None and quantization != AUTO_INT8:
             smoothing = find_smoothing(source, prompts, quantized, modules.dtype, on_progress)
         head = auto_int8.name_of_head(modules)
-        linears = SCHEMES.get(quantization) or SCHEMES.get(quantized.get(head, ""))
+        linears = QUANTIZERS.get(quantization) or QUANTIZERS.get(quantized.get(head, ""))
         kind = kind_of_embedding(modules, linears) if linears is not None else ""
         if kind == OF_HEAD and head in smoothing.columns:
             kind = OWN_TABLE  # the columns of the output layer are no longer those of the embedding
@@ -174,11 +175,12 @@ def _check_arguments(
     if quantization == "none" or not can_pack(resolve_dtype(dtype)):
         raise InvalidConfig(
             f"quantization: got {quantization!r} with dtype {dtype!r}, allowed are "
-            f"{', '.join((*SCHEMES, auto_int8.NAME))} with dtype 'float32' or 'bfloat16'."
+            f"{', '.join(SCHEMES)} with dtype 'float32' or 'bfloat16'."
         )
-    if has_calibration and quantization not in ("w8a8", auto_int8.NAME):
+    if has_calibration and not SCHEMES[quantization].quantizes_rows:
         raise InvalidConfig(
-            f"calibration: got a file with quantization {quantization!r}, allowed are w8a8 and {auto_int8.NAME}: "
+            f"calibration: got a file with quantization {quantization!r}, allowed are "
+            f"{' and '.join(name for name, scheme in SCHEMES.items() if scheme.quantizes_rows)}: "
             "others keep activations as they are."
         )
     if is_gguf(source) and has_calibration:
@@ -193,11 +195,11 @@ def _schemes(
     modules: Any, files: TensorFiles | GGUFSource, quantization: str, seen: Mapping[str, torch.Tensor]
 ) -> dict[str, str]:
     """Return the scheme of each layer that is quantised, experts' too, by its name."""
-    if quantization == auto_int8.NAME:
+    if quantization == AUTO_INT8:
         quantized = auto_int8.choose(modules, _reader(modules, files), seen)
     else:
         quantized = {name: quantization for name, module in modules.named_modules()
-                     if type(module) is nn.Linear and SCHEMES[quantization].can_quantize(module.in_features)}
+                     if type(module) is nn.Linear and QUANTIZERS[quantization].can_quantize(module.in_features)}
         quantized |= dict.fromkeys(layers_of_experts(modules), quantization)
     if not quantized:
         raise ModelNotSupported(f"model: it has no linear layers that can be {quantization}.")
@@ -286,11 +288,11 @@ def _quantized_part(
     source: str, layer: str, shape: Sequence[int], dtype: torch.dtype, quantization: str, smoothing: Smoothing
 ) -> Part:
     """Describe a layer [out, in] as compressed-tensors stores it."""
-    (num_outputs, num_inputs), linears = shape, SCHEMES[quantization]
+    (num_outputs, num_inputs), linears = shape, QUANTIZERS[quantization]
     scales = torch.float32, (num_outputs, linears.num_groups(num_inputs))
     shapes: Shapes = {f"{layer}.weight": (torch.int8, (num_outputs, num_inputs)), f"{layer}.weight_scale": scales}
-    if not linears.quantizes_rows:
-        words = torch.int32, (num_outputs, num_words(num_inputs, linears.bits))
+    if not linears.scheme.quantizes_rows:
+        words = torch.int32, (num_outputs, num_words(num_inputs, linears.scheme.bits))
         shapes = {f"{layer}.weight_packed": words, f"{layer}.weight_scale": scales,
                   f"{layer}.weight_shape": (torch.int64, (2,))}  # fmt: skip
 
@@ -298,7 +300,7 @@ def _quantized_part(
         values, scales = smoothing.quantize(linears, layer, weight.to(dtype))
         if not scales.isfinite().all():
             raise InvalidConfig(f"model: {layer} has weights that are not finite; its files are damaged.")
-        stored = (values,) if linears.quantizes_rows else (pack(values, linears.bits),)
+        stored = (values,) if linears.scheme.quantizes_rows else (pack(values, linears.scheme.bits),)
         return dict(zip(shapes, (*stored, scales, torch.tensor([num_outputs, num_inputs])), strict=False))
 
     return Part(source, (num_outputs, num_inputs), shapes, make)
@@ -320,8 +322,8 @@ def _config(own: dict[str, Any], model: Any, quantized: Mapping[str, str], kind:
     layers: dict[tuple[str, int | None], list[str]] = defaultdict(list)
     for layer, scheme in quantized.items():
         num_inputs = experts[layer][1] if layer in experts else model.get_submodule(layer).in_features
-        linears, name = SCHEMES[scheme], file_name(layer, model.config.model_type)
-        layers[scheme, None if linears.bits == 8 else num_inputs // linears.num_groups(num_inputs)].append(name)
+        linears, name = QUANTIZERS[scheme], file_name(layer, model.config.model_type)
+        layers[scheme, num_inputs // linears.num_groups(num_inputs) if linears.scheme.has_groups else None].append(name)
     formats = {scheme: "int-quantized" if SCHEMES[scheme].quantizes_rows else "pack-quantized" for scheme, _ in layers}
     weights = {"type": "int", "symmetric": True, "dynamic": False}
     rows = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from pagedcore.config.engine_config import EngineConfig
+from pagedcore.config.schemes import SCHEMES
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.attention.layers import AttentionLayer
-from pagedcore.models.checkpoints import auto_int8
 from pagedcore.models.checkpoints.pretrained import as_refusals, computing_dtype
 from pagedcore.models.checkpoints.quantized import config_of, files_of, replace_weights, stored_format
 from pagedcore.models.decoders.fused_match import NotFused, recognise
@@ -25,7 +25,7 @@ from pagedcore.models.families import model_facts, supported_models
 from pagedcore.models.linears.int8_embedding import FIELD, embedding_bytes, kind_of_embedding
 from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.packed_linear import can_pack, matrix_of
-from pagedcore.models.linears.schemes import SCHEMES, QuantizedLinears
+from pagedcore.models.linears.schemes import QuantizedLinears
 from pagedcore.models.linears.shared_embedding import can_share
 from pagedcore.models.linears.stored_weight import stored_weights
 from pagedcore.models.transformers_model import kv_shapes, layout_maker, redirect_attention, requirements_of
@@ -76,8 +76,8 @@ def read_blueprint(
             "show its size. Start an engine and look at Engine.stats().kv_bytes."
         ) from error
     needs, parameters = requirements_of(attention_factory), list(model.parameters())
-    # Why: what is chosen by product takes what w8a8 takes, but for 4 bytes of an output.
-    schemes = {**SCHEMES, auto_int8.NAME: SCHEMES["w8a8"]}
+    # Why all: what is chosen by product takes what int8 rows take, but for 4 bytes of an output.
+    schemes = {name: QuantizedLinears(one) for name, one in SCHEMES.items()}
     scheme, kind = schemes.get(settings.quantization), ""
     if stored is not None and stored.scheme != "none":
         # Why else an estimate: how many scales a layer has, some formats say in their files only.

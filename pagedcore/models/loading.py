@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pagedcore.config.engine_config import EngineConfig
+from pagedcore.config.schemes import AUTO_INT8
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InternalError, InvalidConfig, describe
 from pagedcore.models.checkpoints.hub import find_on_hub
@@ -111,7 +112,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         raise InvalidConfig(f"quantization: got {config.quantization!r} for a {quantization} checkpoint. Leave it.")
     linears = _linears(config, device, load, quantization, is_quantized)
     model = _load(model, stored, config, device)
-    if quantization == auto_int8.NAME and not is_quantized:
+    if quantization == AUTO_INT8 and not is_quantized:
         require_free(model)
         auto_int8.apply(model)
     backend = TransformersModel(
@@ -243,7 +244,7 @@ def _linears(
 
 
 def _quantized_linears(config: EngineConfig, device: Device, quantization: str, is_stored: bool) -> LinearFactory:
-    from pagedcore.models.linears.schemes import SCHEMES
+    from pagedcore.models.linears.schemes import QUANTIZERS
     from pagedcore.models.linears.stored_weight import StoredLinears
     from pagedcore_kernels.cpu.features import has_fused_vectors
 
@@ -257,4 +258,4 @@ def _quantized_linears(config: EngineConfig, device: Device, quantization: str, 
             f"quantization: {quantization!r} needs an x86 processor with AVX2. Leave it at 'none'."
         )
     # Why also for what is chosen by product: it is put in the place of the weights before these are packed.
-    return StoredLinears() if is_stored or quantization not in SCHEMES else SCHEMES[quantization]
+    return StoredLinears() if is_stored or quantization not in QUANTIZERS else QUANTIZERS[quantization]

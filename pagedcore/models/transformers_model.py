@@ -31,7 +31,7 @@ from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.models.linears.int8_embedding import quantize_embedding
 from pagedcore.models.linears.packed_linear import FASTEST, probe_invariance
-from pagedcore.models.linears.schemes import SCHEMES
+from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.models.linears.stored_weight import JoinedMatmul, StoredLinears
 from pagedcore.models.self_test import INT8_KV_TOLERANCE, QUANTIZED_TOLERANCE, SelfTest
 from pagedcore.protocols import (
@@ -116,7 +116,7 @@ class TransformersModel:
         self.max_model_len = model_facts.max_model_len(model.config)
         self.eos_token_ids = model_facts.eos_token_ids(model)
         self.fingerprint = model_fingerprint(model, quantization)
-        self._scheme = quantization if linears is SCHEMES.get(quantization) else ""
+        self._scheme = quantization if linears is QUANTIZERS.get(quantization) else ""
         """What weights are quantised by; "" for weights that were when they were loaded, or are not."""
         if self._scheme:
             linears = StoredLinears(linears)
@@ -227,7 +227,7 @@ class TransformersModel:
         self.kv_bytes_per_token = self.layout(self.block_size).bytes_per_token
         mappings = FileMappings()
         on_unused = mappings.free_pages if is_private else lambda weight: None
-        if self._scheme and (unused := quantize_embedding(model, SCHEMES[self._scheme], self._scheme)) is not None:
+        if self._scheme and (unused := quantize_embedding(model, QUANTIZERS[self._scheme], self._scheme)) is not None:
             on_unused(unused)
         with _kernels_compute() if self._device.kind == "cpu" and can_multiply(self.dtype, 2) else nullcontext():
             self._decoder: Decoder = decoder_factory(model, self.layers, on_unused)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 
-from architecture.sources import SOURCES
+from architecture.sources import ROOT, SOURCES
+from pagedcore.config.schemes import SCHEMES
 from pagedcore.models.families.table import FAMILIES
 
 NAMES_OF_OTHERS = {
@@ -29,3 +31,15 @@ def literals(names: set[str], *homes: str) -> set[tuple[str, str]]:
 def test_an_architecture_is_named_in_its_table_only() -> None:
     """No other module of the product decides by ``model_type``."""
     assert literals({*FAMILIES}, "pagedcore.models.families.table") == NAMES_OF_OTHERS
+
+
+def test_a_scheme_is_named_in_its_table_only() -> None:
+    """Settings, commands, converters and loaders look schemes up, by name or by what they do."""
+    assert literals({*SCHEMES}, "pagedcore.config.schemes") == set()
+
+
+def test_the_page_has_the_schemes_of_the_table() -> None:
+    """Each with the sentence that help has."""
+    page = (ROOT / "docs" / "quantization.md").read_text(encoding="utf-8")
+    rows = re.findall(r'^\| `"(.+?)"` \| (.+?) \|', page, re.MULTILINE)
+    assert rows == [(name, scheme.summary) for name, scheme in SCHEMES.items()]

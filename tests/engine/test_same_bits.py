@@ -20,7 +20,7 @@ from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.models.checkpoints.quantized import load_stored, stored_format
 from pagedcore.models.linears.packed_linear import FASTEST
-from pagedcore.models.linears.schemes import SCHEMES
+from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.models.linears.stored_weight import StoredLinears
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.outputs import CompletionOutput
@@ -142,7 +142,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     kind, dtype, what = request.param
     (family, changes), number_format, checkpoint = KINDS[kind], getattr(torch, dtype), None
     quantization, kv_cache_dtype = ("none", "int8") if what == "int8 KV" else (what, "auto")
-    linears: LinearFactory = SCHEMES.get(quantization, FASTEST)
+    linears: LinearFactory = QUANTIZERS.get(quantization, FASTEST)
     if what in CHECKPOINTS:
         directory = str(tmp_path_factory.mktemp("checkpoint"))
         write_checkpoint(Path(directory), what, family, **changes)

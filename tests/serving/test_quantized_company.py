@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pagedcore import AsyncEngine, Engine, SamplingParams
-from pagedcore.models.linears.schemes import SCHEMES
+from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 
 pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
@@ -28,7 +28,7 @@ def questions() -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@pytest.mark.parametrize("quantization", SCHEMES)
+@pytest.mark.parametrize("quantization", QUANTIZERS)
 async def test_company_changes_no_bit_of_a_quantised_model(quantization: str) -> None:
     """Under memory pressure, beside callers who leave at any moment and prompts of extreme lengths."""
     asked, settings = questions(), {"quantization": quantization, **SETTINGS}

@@ -1,6 +1,6 @@
 """Chooses for each product of a model whether its rows become int8 like its weight, by the errors that this makes.
 
-Owns the rule of ``quantization="auto-int8"``: the product of a layer is computed in float32 and quantised, over rows
+Owns the rule of the scheme that chooses: the product of a layer is computed in float32 and quantised, over rows
 that ``product_rows.py`` makes up or that were seen, and the errors decide. Channels much larger than others are what
 int8 rows cannot hold well (Dettmers et al. 2022, "LLM.int8()"). Weights of norms, and of the layers before, make such
 channels; SmoothQuant (Xiao et al. 2022) removes them there.
@@ -15,15 +15,17 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from pagedcore.config.schemes import scheme_of
 from pagedcore.models.checkpoints.product_rows import AT_ONCE, Product, Read, find_products, weights_of
 from pagedcore.models.checkpoints.stored_experts import PARTS, put_experts
 from pagedcore.models.linears.int8_embedding import quantize_embedding
 from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.packed_linear import matrix_of
-from pagedcore.models.linears.schemes import SCHEMES, quantize_per_output
+from pagedcore.models.linears.schemes import QUANTIZERS, quantize_per_output
 from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredMatrices, StoredWeight
 
-NAME: Final = "auto-int8"
+_OF_BOTH: Final = scheme_of(8, quantizes_rows=True)
+_OF_WEIGHTS: Final = scheme_of(8)
 _MOST_ERROR: Final = 0.03
 """Largest error of a product, relative to its float32 result: the demo model's are 0.95 to 2.1 %."""
 
@@ -32,7 +34,7 @@ _MOST_ERROR: Final = 0.03
 def choose(
     model: Any, read: Read | None = None, seen: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> dict[str, str]:
-    """Return "w8a8" or "w8a16" for each linear layer, by name; layers that are not named keep their number format.
+    """Return a scheme for each linear layer, by name; layers that are not named keep their number format.
 
     A product's weight stays as it is where int8 weights alone make an error of more than 3 %; its rows do where int8 of
     both does. Layers that share their rows are one product and follow the largest of their errors, and so do the gates
@@ -56,7 +58,7 @@ def apply(model: Any) -> None:
     """Put stored weights in the place of the matrices of a model on the CPU, and int8 in that of its embedding."""
     chosen, head = choose(model), name_of_head(model)
     if head in chosen:
-        quantize_embedding(model, SCHEMES[chosen[head]], chosen[head])
+        quantize_embedding(model, QUANTIZERS[chosen[head]], chosen[head])
     for name, module in list(model.named_modules()):
         if name in chosen and isinstance(module.weight, nn.Parameter):
             _replace_linear(model, name, chosen[name])
@@ -97,9 +99,10 @@ def _scheme_of(product: Product, read: Read) -> str:
         num_inputs = rows.shape[1]
         errors += [_errors(read(weight), rows) for weight in weights]
     of_weights, of_both = (max(kind) for kind in zip(*errors, strict=True))
-    if of_weights > _MOST_ERROR or not SCHEMES["w8a16"].can_quantize(num_inputs):
+    if of_weights > _MOST_ERROR or not QUANTIZERS[_OF_WEIGHTS].can_quantize(num_inputs):
         return ""
-    return "w8a8" if of_both <= _MOST_ERROR and SCHEMES["w8a8"].can_quantize(num_inputs) else "w8a16"
+    takes_rows = of_both <= _MOST_ERROR and QUANTIZERS[_OF_BOTH].can_quantize(num_inputs)
+    return _OF_BOTH if takes_rows else _OF_WEIGHTS
 
 
 def _stored(weight: torch.Tensor, scheme: str) -> StoredWeight:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 
+from pagedcore.config.schemes import scheme_of
 from pagedcore.models.checkpoints.packed_integers import num_words, unpack
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredWeight, refusal
@@ -29,7 +30,7 @@ class AWQ:
 
     group_size: int
     """-1: one group for each output."""
-    scheme: ClassVar[str] = "w4a16"
+    scheme: ClassVar[str] = scheme_of(_BITS)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> AWQ:

@@ -24,6 +24,7 @@ from typing import Any, Final, TypeGuard
 
 import torch
 
+from pagedcore.config.schemes import scheme_of
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredWeight, refusal
 from pagedcore_kernels.cpu.matmul.grouped_tiles import CODEBOOKS
@@ -48,7 +49,7 @@ class BitsAndBytes:
     @property
     def scheme(self) -> str:
         """Name of the scheme."""
-        return "w4a16" if self.codebook else "w8a16"
+        return scheme_of(4 if self.codebook else 8)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> BitsAndBytes:
@@ -80,7 +81,7 @@ class BitsAndBytes:
         layout = f"{name}.weight_format"
         if layout in files and files.expect(layout, (), "U8").item():
             raise refusal(f"{name} is laid out for a GPU (weight_format)")
-        return StoredWeight("w8a16", shape, dtype, 1, [values, largest],
+        return StoredWeight(self.scheme, shape, dtype, 1, [values, largest],
                             lambda: QuantizedWeight(values, largest.float()[:, None] / 127, None))
 
     def _four_bits(self, files: TensorFiles, name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight:
@@ -105,7 +106,7 @@ class BitsAndBytes:
             block_of = torch.arange(0, num_values, size) // block
             return QuantizedWeight(values, make_scales()[block_of].view(num_outputs, -1), None, self.codebook)
 
-        return StoredWeight("w4a16", shape, dtype, num_inputs // size, [packed, numbers, octets, *sources], read)
+        return StoredWeight(self.scheme, shape, dtype, num_inputs // size, [packed, numbers, octets, *sources], read)
 
 
 def _state(files: TensorFiles, name: str) -> tuple[Mapping[str, Any], torch.Tensor]:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from pagedcore.config.schemes import AUTO_INT8, SCHEMES, scheme_of
 from pagedcore.models.checkpoints.input_order import order_of
 from pagedcore.models.checkpoints.packed_integers import num_words, unpack
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
@@ -29,6 +30,7 @@ _FIELDS: Final[Mapping[str, Any]] = {
 """How a scheme of weights or activations is written, with what a missing field means."""
 _ROWS: Final = {**_FIELDS, "strategy": "token", "dynamic": True}
 _INT_QUANTIZED: Final = "int-quantized"
+_INT8: Final = scheme_of(8, quantizes_rows=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class CompressedTensors:
             raise refusal("its config_groups are no schemes by name")
         read = [_scheme(scheme, config.get("format")) for scheme in schemes]
         if set(read) == _MIXED:
-            return replace(read[0], scheme="auto-int8")
+            return replace(read[0], scheme=AUTO_INT8)
         sizes = frozenset(size for one in read for size in one.group_sizes)
         if len({replace(one, group_sizes=sizes) for one in read}) > 1:
             raise refusal(f"its layers follow {len(schemes)} schemes in config_groups, which differ")
@@ -80,9 +82,10 @@ class CompressedTensors:
             sizes = " or ".join(str(size or "all") for size in self.group_sizes)
             raise refusal(f"{name} has {num_inputs} inputs in {num_groups} groups, and groups are of {sizes}")
         scales = files.scales(f"{name}.weight_scale", (num_outputs, num_groups))
-        if self.scheme == "w8a8" or (self.scheme == "auto-int8" and f"{name}.weight_packed" not in files):
+        scheme = SCHEMES[self.scheme]
+        if scheme.quantizes_rows and not (scheme.is_chosen and f"{name}.weight_packed" in files):
             values = files.expect(f"{name}.weight", shape, "I8")
-            return StoredWeight("w8a8", shape, dtype, 1, [values, scales],
+            return StoredWeight(_INT8, shape, dtype, 1, [values, scales],
                                 lambda: QuantizedWeight(values, scales.float(), None))
         return self._packed(files, name, shape, dtype, scales)
 
@@ -106,11 +109,11 @@ class CompressedTensors:
             return QuantizedWeight(values if order is None else values[:, order], scales.float(), unpacked)
 
         tensors = [tensor for tensor in (words, scales, zeros, order) if tensor is not None]
-        return StoredWeight(f"w{bits}a16", shape, dtype, scales.shape[1], tensors, read, order,
+        return StoredWeight(scheme_of(bits), shape, dtype, scales.shape[1], tensors, read, order,
                             has_zeros=zeros is not None)
 
 
-_MIXED: Final = {CompressedTensors(scheme, 8, True, frozenset({None})) for scheme in ("w8a8", "w8a16")}
+_MIXED: Final = {CompressedTensors(scheme, 8, True, frozenset({None})) for scheme in (_INT8, scheme_of(8))}
 """What layers of one checkpoint may follow side by side: whether a layer has "weight_packed" tells them apart."""
 
 
@@ -130,10 +133,10 @@ def _scheme(scheme: Mapping[str, Any], default_format: Any) -> CompressedTensors
     if weights["type"] != "int" or bits not in (4, 8) or weights["dynamic"] or not isinstance(is_symmetric, bool):
         raise refusal(f"its weights are {weights}")
     if not rows and layout == "pack-quantized":
-        return CompressedTensors(f"w{bits}a16", bits, is_symmetric, frozenset({size}))
+        return CompressedTensors(scheme_of(bits), bits, is_symmetric, frozenset({size}))
     is_int8 = bits == 8 and is_symmetric and size is None
     if rows and is_int8 and layout == _INT_QUANTIZED and _arguments(rows, "input_activations") == _ROWS:
-        return CompressedTensors("w8a8", bits, is_symmetric, frozenset({size}))
+        return CompressedTensors(_INT8, bits, is_symmetric, frozenset({size}))
     raise refusal(f"its format is {layout!r} with weights {weights} and input_activations {rows}")
 
 

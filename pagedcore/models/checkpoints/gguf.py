@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from pagedcore.config.schemes import scheme_of
 from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.models.checkpoints.gguf_blocks import BlockType
 from pagedcore.models.checkpoints.gguf_file import GGUFFile
@@ -115,7 +116,7 @@ class GGUF:
             return None
         order = self._order(f"{name}.weight", shape[0])
         return StoredWeight(
-            f"w{kind.bits}a16", shape, dtype, shape[1] // kind.size * kind.num_groups, [rows],
+            scheme_of(kind.bits), shape, dtype, shape[1] // kind.size * kind.num_groups, [rows],
             lambda: kind.weight(rows if order is None else rows[order], name), has_least=kind.has_least,
             has_halves=kind.has_halves,
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from pagedcore.config.schemes import scheme_of
 from pagedcore.models.checkpoints.input_order import order_of
 from pagedcore.models.checkpoints.packed_integers import num_words, unpack
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
@@ -35,7 +36,7 @@ class GPTQ:
     @property
     def scheme(self) -> str:
         """Name of the scheme."""
-        return f"w{self.bits}a16"
+        return scheme_of(self.bits)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> GPTQ:

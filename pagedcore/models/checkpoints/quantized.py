@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
+from pagedcore.config.schemes import SCHEMES
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.checkpoints.awq import AWQ
 from pagedcore.models.checkpoints.bitsandbytes import BitsAndBytes
@@ -242,7 +243,7 @@ def _require_product(weight: StoredWeight, name: str) -> None:
     """Refuse a weight that no product here takes: these read groups of a multiple of 8 inputs."""
     num_inputs, num_groups = weight.shape[1], weight.num_groups
     is_even = num_groups == 1 or num_inputs % (8 * num_groups) == 0
-    fits = is_even if weight.scheme != "w8a8" else form_of_int8_product(num_inputs) is not None
+    fits = form_of_int8_product(num_inputs) is not None if SCHEMES[weight.scheme].quantizes_rows else is_even
     if not (fits and can_pack(weight.dtype, num_inputs)):
         raise refusal(
             f"no product here is {weight.scheme} with rows in {weight.dtype} and the {num_inputs} inputs in "

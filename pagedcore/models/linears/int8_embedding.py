@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from pagedcore.config.schemes import SCHEMES
 from pagedcore.models.linears.int8_table import Int8Table
 from pagedcore.models.linears.schemes import QuantizedLinears, quantize_per_output
 from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredWeight, refusal
@@ -38,7 +39,8 @@ def kind_of_embedding(model: Any, linears: QuantizedLinears) -> str:
     if any(user is not embedding and (user is not head or type(head) is not nn.Linear) for user in users):
         return ""
     num_inputs, dtype = embedding.embedding_dim, embedding.weight.dtype
-    is_int8 = linears.bits == 8 and linears.can_quantize(num_inputs) and linears.supports(dtype, num_inputs)
+    is_by_token = linears.scheme.bits == 8 and not linears.scheme.has_groups
+    is_int8 = is_by_token and linears.can_quantize(num_inputs) and linears.supports(dtype, num_inputs)
     return OF_HEAD if len(users) == 2 and is_int8 else OWN_TABLE
 
 
@@ -85,7 +87,8 @@ def restore_embedding(model: Any, kind: Any, scheme: str) -> None:
     stored = None if head is None else head.weight
     if kind != OF_HEAD or not isinstance(stored, StoredWeight) or stored.shape != shape:
         raise refusal(f"its {FIELD} is {str(kind)[:80]!r}, and no matrix is like that")
-    read = stored.read() if stored.scheme != "w4a16" and stored.num_groups == 1 and stored.order is None else None
+    is_int8 = SCHEMES[stored.scheme].bits == 8 and stored.num_groups == 1 and stored.order is None
+    read = stored.read() if is_int8 else None
     if read is None or read.zeros is not None:
         raise refusal(f"its {FIELD} is {kind!r}, and that layer is no int8 with a scale for each token")
     _replace(embedding, head, Int8Table(read.values, read.scales[:, 0], stored.dtype), stored.scheme)

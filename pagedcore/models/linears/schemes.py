@@ -1,4 +1,4 @@
-"""Quantisation schemes by name, each a factory of the products of linear layers.
+"""What quantises by each scheme of ``config/schemes.py``, as factories of the products of linear layers.
 
 Owns how a float weight is quantised, and the check that a product computes what its quantised weight says. The products
 are in ``pagedcore_kernels/cpu/matmul``; ``packed_linear`` and ``packed_experts`` put them in the place of a model's
@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from pagedcore.config.schemes import SCHEMES, Scheme
 from pagedcore.models.linears.packed_linear import FASTEST, can_pack, checked_outputs, require_right
 from pagedcore.protocols import Matmul
 from pagedcore_kernels.cpu.matmul import packed_grouped, packed_int8
@@ -28,10 +29,8 @@ _AT_ONCE: Final = 2**22
 class QuantizedLinears:
     """Quantises float weights while a model is loaded: symmetric, and a bias is kept."""
 
-    bits: int
-    """Of a weight. With 8 an output has one scale, with 4 each group of inputs; see ``group_size``."""
-    quantizes_rows: bool = False
-    """Whether rows become int8 too; layers with more than 65,536 inputs keep their number format then."""
+    scheme: Scheme
+    """Where it quantises rows, layers with more than 65,536 inputs keep their number format; see ``group_size`` too."""
 
     def supports(self, dtype: torch.dtype, num_inputs: int) -> bool:
         """Whether layers of this format and number of inputs become products; see ``LinearFactory``."""
@@ -47,36 +46,34 @@ class QuantizedLinears:
             return FASTEST(weight, bias)
         values, scales = self.quantize(weight)
         product: Matmul = (
-            packed_int8.PackedInt8Matmul(values, scales[:, 0], bias, weight.dtype) if self.quantizes_rows
-            else packed_grouped.PackedGroupedMatmul(values, scales, None, self.bits, bias, weight.dtype)
+            packed_int8.PackedInt8Matmul(values, scales[:, 0], bias, weight.dtype) if self.scheme.quantizes_rows
+            else packed_grouped.PackedGroupedMatmul(values, scales, None, self.scheme.bits, bias, weight.dtype)
         )  # fmt: skip
-        require_quantized(product, values, scales, bias, self.quantizes_rows)
+        require_quantized(product, values, scales, bias, self.scheme.quantizes_rows)
         return product
 
     def weight_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         """Return the bytes of a packed weight of a format ``dtype``, scales included, without the bias."""
         if not self.can_quantize(num_inputs):
             return num_outputs * num_inputs * dtype.itemsize
-        if self.quantizes_rows:
+        if self.scheme.quantizes_rows:
             return packed_int8.packed_bytes(num_outputs, num_inputs)
-        return packed_grouped.packed_bytes(num_outputs, num_inputs, self.num_groups(num_inputs), self.bits)
+        return packed_grouped.packed_bytes(num_outputs, num_inputs, self.num_groups(num_inputs), self.scheme.bits)
 
     def can_quantize(self, num_inputs: int) -> bool:
         """Whether layers with so many inputs are quantised; others keep their number format."""
-        return not self.quantizes_rows or packed_int8.form_of_int8_product(num_inputs) is not None
+        return not self.scheme.quantizes_rows or packed_int8.form_of_int8_product(num_inputs) is not None
 
     def num_groups(self, num_inputs: int) -> int:
         """Return how many scales an output has."""
-        return 1 if self.bits == 8 else num_inputs // group_size(num_inputs)
+        return num_inputs // group_size(num_inputs) if self.scheme.has_groups else 1
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return int8 [out, in] and float32 scales [out, groups] of a float weight [out, in]."""
-        return quantize_per_output(weight) if self.bits == 8 else quantize_by_group(weight)
+        return _quantize(weight, self.num_groups(weight.shape[1]), self.scheme.bits)
 
 
-SCHEMES: Final = {
-    "w8a8": QuantizedLinears(8, quantizes_rows=True), "w8a16": QuantizedLinears(8), "w4a16": QuantizedLinears(4),
-}  # fmt: skip
+QUANTIZERS: Final = {name: QuantizedLinears(scheme) for name, scheme in SCHEMES.items() if not scheme.is_chosen}
 """By the name that ``EngineConfig.quantization`` has."""
 
 

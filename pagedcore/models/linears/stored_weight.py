@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pagedcore.config.schemes import SCHEMES
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.linears.int8_table import Int8Table
 from pagedcore.models.linears.packed_linear import FASTEST
@@ -64,7 +65,7 @@ class StoredWeight:
     """
 
     scheme: str
-    """"w8a8", "w8a16" or "w4a16"."""
+    """Name of a scheme, none of those that choose."""
     shape: tuple[int, int]
     dtype: torch.dtype
     """Number format of rows and outputs."""
@@ -111,11 +112,11 @@ class StoredWeight:
         """Bytes of its product, or of an embedding."""
         if self.look_up is not None:
             return sum(tensor.nbytes for tensor in self.tensors)
-        if self.scheme == "w8a8":
+        scheme = SCHEMES[self.scheme]
+        if scheme.quantizes_rows:
             return packed_int8.packed_bytes(*self.shape)
-        bits = 4 if self.scheme == "w4a16" else 8
         packed = packed_grouped.packed_bytes(
-            *self.shape, self.num_groups, bits, has_least=self.has_least, has_zeros=self.has_zeros,
+            *self.shape, self.num_groups, scheme.bits, has_least=self.has_least, has_zeros=self.has_zeros,
             halves=self.has_halves,
         )
         return packed + (0 if self.order is None else self.order.nbytes)
@@ -128,16 +129,15 @@ class StoredWeight:
         """
         if self.parts:
             return JoinedMatmul(self.parts, bias)
-        weight = self.read()
-        if self.scheme == "w8a8":
+        weight, scheme = self.read(), SCHEMES[self.scheme]
+        if scheme.quantizes_rows:
             made: Matmul = packed_int8.PackedInt8Matmul(weight.values, weight.scales[:, 0], bias, self.dtype)
         else:
-            bits = 4 if self.scheme == "w4a16" else 8
             made = packed_grouped.PackedGroupedMatmul(
-                weight.values, weight.scales, weight.zeros, bits, bias, self.dtype, weight.codebook
+                weight.values, weight.scales, weight.zeros, scheme.bits, bias, self.dtype, weight.codebook
             )
         require_quantized(
-            made, weight.values, weight.scales, bias, self.scheme == "w8a8", weight.zeros, weight.codebook
+            made, weight.values, weight.scales, bias, scheme.quantizes_rows, weight.zeros, weight.codebook
         )
         if isinstance(self.look_up, Int8Table):
             self.look_up.share(made)

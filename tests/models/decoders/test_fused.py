@@ -18,7 +18,7 @@ from pagedcore.models.decoders.fused import FusedDecoder, FusedPart, RotaryAngle
 from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.decoders.plain import Decoder, ModuleDecoder
 from pagedcore.models.linears.packed_linear import PackedLinear
-from pagedcore.models.linears.schemes import SCHEMES
+from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.models.linears.shared_embedding import RowsOfProduct
 from pagedcore.models.linears.stored_weight import StoredLinears
 from pagedcore.models.transformers_model import TransformersModel
@@ -350,18 +350,18 @@ def test_angles_of_interleaved_halves_are_refused() -> None:
         RotaryAngles(rotary, torch.float32, 100)
 
 
-@pytest.mark.parametrize(("name", "scheme"), list(zip(DISTINCT, itertools.cycle(SCHEMES), strict=False)))
+@pytest.mark.parametrize(("name", "scheme"), list(zip(DISTINCT, itertools.cycle(QUANTIZERS), strict=False)))
 def test_quantised_products_are_fused_too(name: str, scheme: str) -> None:
     """With quantised weights the fused decoder computes what transformers' modules compute with the same products."""
     if form_of_int8_product(16) is None:
         pytest.skip("no such vectors")
-    options = {"linears": SCHEMES[scheme], "quantization": scheme}
+    options = {"linears": QUANTIZERS[scheme], "quantization": scheme}
     fused = take_over(model_of(name), **options)
     assert type(decoder_of(fused)) is FusedDecoder
     assert fused.is_schedule_invariant
     general = take_over(
         model_of(name), **options,
-        decoder_factory=lambda *given: ModuleDecoder(*given, StoredLinears(SCHEMES[scheme])),
+        decoder_factory=lambda *given: ModuleDecoder(*given, StoredLinears(QUANTIZERS[scheme])),
     )
     actual, wanted = (torch.cat(run(backend, SCHEDULE)) for backend in (fused, general))
     # Why far more: with rows of int8 the last bit of a sum can make a number its neighbour, and a near tie of two

@@ -17,7 +17,7 @@ from models.decoders.test_fused import VOCAB, model_of
 from pagedcore.execution.ragged_batch import RaggedBatch, assemble
 from pagedcore.models.decoders import fused
 from pagedcore.models.decoders.fused import FusedDecoder
-from pagedcore.models.linears.schemes import SCHEMES
+from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, StepShape, present_recording
@@ -30,7 +30,7 @@ CASES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "qwen3": ("qwen3", torch.bfloat16, {}),
     "gemma2": ("gemma2", torch.bfloat16, {}),
     "gemma3": ("gemma3", torch.float32, {}),
-    **{name: ("qwen2", torch.bfloat16, {"quantization": name, "linears": scheme}) for name, scheme in SCHEMES.items()},
+    **{name: ("qwen2", torch.bfloat16, {"quantization": name, "linears": one}) for name, one in QUANTIZERS.items()},
     "int8 KV": ("llama", torch.bfloat16, {"kv_cache_dtype": "int8"}),
 }
 

@@ -13,7 +13,7 @@ import torch
 from pagedcore import Engine
 from pagedcore.convert.conversion import convert
 from pagedcore.errors import ModelNotSupported
-from pagedcore.models.linears.schemes import SCHEMES, quantize_per_output
+from pagedcore.models.linears.schemes import QUANTIZERS, quantize_per_output
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul, form_of_int8_product
 from pagedcore_kernels.errors import InternalError
@@ -66,7 +66,7 @@ def test_rows_of_other_weights_are_not_shown() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize(("family", "scheme"), [
-    *(("llama", scheme) for scheme in SCHEMES), ("gemma3_text", "w8a8"), ("gpt2", "w8a16"),
+    *(("llama", scheme) for scheme in QUANTIZERS), ("gemma3_text", "w8a8"), ("gpt2", "w8a16"),
 ])
 def test_tokens_are_looked_up_in_int8(family: str, scheme: str, is_tied: bool, dtype: torch.dtype) -> None:
     """Rows are those of the embedding in int8, rounded once; no copy in floating numbers is left, and none of the
@@ -86,7 +86,7 @@ def test_tokens_are_looked_up_in_int8(family: str, scheme: str, is_tied: bool, d
         assert all(one.shape != weight.shape for one in embedding.parameters())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", QUANTIZERS)
 def test_what_a_file_says_must_fit(scheme: str, tmp_path: Path) -> None:
     """A value of ours that the file's matrices are not like is refused; without it, the embedding is the file's."""
     tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "model")

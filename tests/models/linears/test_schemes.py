@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from pagedcore import Engine, SamplingParams
 from pagedcore.errors import InvalidConfig, InvalidSessionFile, ModelMismatch, ModelNotSupported
 from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.linears import schemes
-from pagedcore.models.linears.schemes import SCHEMES, group_size, quantize_by_group, quantize_per_output
+from pagedcore.models.linears.schemes import QUANTIZERS, group_size, quantize_by_group, quantize_per_output
 from pagedcore_kernels.cpu.matmul import packed_grouped
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
@@ -29,7 +32,7 @@ def engine_of(model: Any, **settings: Any) -> Engine:
     return Engine.from_pretrained(model, **{"num_kv_blocks": 64, "max_num_seqs": 4, "num_threads": 1, **settings})
 
 
-each_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+each_scheme = pytest.mark.parametrize("scheme", QUANTIZERS)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 each_format = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 OURS = (PackedInt8Matmul, PackedGroupedMatmul)
@@ -72,7 +75,7 @@ def test_weights_are_quantised_group_by_group(dtype: torch.dtype, monkeypatch: p
 def test_the_size_of_groups(num_inputs: int, size: int) -> None:
     """128, 64 or 32 where one of them divides a layer's inputs, else the next of 120 to 16, else all inputs."""
     assert group_size(num_inputs) == size
-    product = SCHEMES["w4a16"](torch.randn(3, num_inputs), None)
+    product = QUANTIZERS["w4a16"](torch.randn(3, num_inputs), None)
     assert product.memory[1] == packed_grouped.packed_bytes(3, num_inputs, num_inputs // size, 4)
 
 
@@ -81,7 +84,7 @@ def test_a_damaged_weight_makes_its_output_nan(scheme: str) -> None:
     """NaN and infinity are neither hidden nor spread to other outputs."""
     weight = torch.ones(3, 16)
     weight[0, 3], weight[2, 1] = torch.nan, -torch.inf
-    product = SCHEMES[scheme](weight, None)
+    product = QUANTIZERS[scheme](weight, None)
     assert product(torch.ones(2, 16)).isnan().tolist() == [[True, False, True]] * 2
 
 
@@ -89,7 +92,7 @@ def test_a_damaged_weight_makes_its_output_nan(scheme: str) -> None:
 def test_the_smallest_numbers_are_quantised(scheme: str) -> None:
     """Of denormals, whose scale is rounded much, none leaves the range of values."""
     weight = torch.tensor([[11.0, -11.0, 12.0, 1.0] * 4]) * 2.0**-149
-    assert SCHEMES[scheme](weight, None)(torch.ones(2, 16)).abs().max() < 1e-43
+    assert QUANTIZERS[scheme](weight, None)(torch.ones(2, 16)).abs().max() < 1e-43
 
 
 @each_scheme
@@ -98,7 +101,7 @@ def test_any_number_of_inputs(scheme: str, dtype: torch.dtype) -> None:
     """Layers of odd sizes are quantised too: filled up with zeros, which change nothing."""
     for num_inputs in (1, 24, 50, 333):
         weight, bias, rows = (torch.randn(*shape).to(dtype) for shape in ((70, num_inputs), (70,), (6, num_inputs)))
-        product = SCHEMES[scheme](weight, bias)
+        product = QUANTIZERS[scheme](weight, bias)
         assert isinstance(product, OURS)
         expected = rows.double() @ weight.double().T + bias.double()
         assert (product(rows).double() - expected).norm() < (0.2 if scheme == "w4a16" else 0.03) * expected.norm()
@@ -107,7 +110,7 @@ def test_any_number_of_inputs(scheme: str, dtype: torch.dtype) -> None:
 def test_what_cannot_be_int8_keeps_its_format() -> None:
     """A layer with too many inputs for exact sums computes as without quantisation."""
     weight, bias, rows = torch.randn(8, MOST_INPUTS + 1), torch.randn(8), torch.randn(3, MOST_INPUTS + 1)
-    product = SCHEMES["w8a8"](weight, bias)
+    product = QUANTIZERS["w8a8"](weight, bias)
     assert isinstance(product, PackedMatmul)
     assert torch.equal(product(rows), PackedMatmul(weight, bias)(rows))
 
@@ -147,7 +150,7 @@ def test_a_quantised_model_computes_nearly_the_same(family: str, dtype: str) -> 
     prompts = [[(7 * i + n) % VOCAB for i in range(n)] for n in (5, 19, 33)]
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
     scores, products = {}, {}
-    for quantization in ("none", *SCHEMES):
+    for quantization in ("none", *QUANTIZERS):
         with engine_of(tiny_model(family), dtype=dtype, quantization=quantization) as engine:
             outputs = engine.generate(prompts, params, show_progress=False)
             logprobs = [one.logprob for output in outputs for one in (output.prompt_logprobs or ())[1:]]
@@ -240,15 +243,41 @@ def test_a_session_belongs_to_one_quantisation(tmp_path: Path) -> None:
 def test_weights_take_what_is_said(scheme: str, dtype: torch.dtype) -> None:
     """The bytes that a report says are those of the packed weight, filled up to whole panels, with its scales."""
     for num_outputs, num_inputs in ((130, 256), (7, 50), (64, 1016)):
-        product = SCHEMES[scheme](torch.randn(num_outputs, num_inputs).to(dtype), None)
+        product = QUANTIZERS[scheme](torch.randn(num_outputs, num_inputs).to(dtype), None)
         others = 0 if scheme != "w8a8" else 3 * product._scales.nbytes  # type: ignore[attr-defined]
-        said = SCHEMES[scheme].weight_bytes(num_outputs, num_inputs, dtype)
+        said = QUANTIZERS[scheme].weight_bytes(num_outputs, num_inputs, dtype)
         assert product.memory[1] + others == said
         assert (product.weight.numel(), product.weight.dtype) == (0, dtype)
     plain = PackedMatmul(torch.randn(128, 1024).bfloat16(), None).memory[1]
-    assert SCHEMES["w4a16"].weight_bytes(128, 1024, dtype) == plain * (1 / 4 + 1 / 64)
+    assert QUANTIZERS["w4a16"].weight_bytes(128, 1024, dtype) == plain * (1 / 4 + 1 / 64)
 
 
 def test_too_many_inputs_take_what_they_did() -> None:
     """A layer that keeps its format is counted so."""
-    assert SCHEMES["w8a8"].weight_bytes(3, MOST_INPUTS + 1, torch.bfloat16) == 6 * (MOST_INPUTS + 1)
+    assert QUANTIZERS["w8a8"].weight_bytes(3, MOST_INPUTS + 1, torch.bfloat16) == 6 * (MOST_INPUTS + 1)
+
+
+A_SCHEME = """
+import sys
+from pagedcore.config.schemes import SCHEMES, Scheme
+
+SCHEMES["w8-groups"] = Scheme(bits=8, has_groups=True, summary="int8 weights with a scale for each group of inputs")
+
+from pagedcore import Engine
+from pagedcore.convert.conversion import convert
+
+convert("demo", sys.argv[1], quantization="w8-groups")
+for model, quantization in (("demo", "w8-groups"), (sys.argv[1], "none")):
+    with Engine.from_pretrained(model, quantization=quantization, num_kv_blocks=64) as engine:
+        print(engine.generate(["What is 2 + 3?"])[0].outputs[0].text)
+"""
+
+
+def test_a_scheme_is_one_entry(tmp_path: Path) -> None:
+    """A name that is added to the table can be set, converted to and loaded; nothing else knows it."""
+    command = [sys.executable, "-c", A_SCHEME, str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["2", "+", "3", "=", "5."] * 2, done.stderr
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    weights = [group["weights"] for group in config["quantization_config"]["config_groups"].values()]
+    assert {(one["num_bits"], one["strategy"]) for one in weights} == {(8, "group")}
