@@ -260,6 +260,17 @@ class SamplingParams:
         return cls(**values)
 
 
+def validate_params(params: object) -> SamplingParams:
+    """Return sampling parameters, those of a greedy completion for ``None``. Raises ``InvalidSampling`` otherwise."""
+    if params is None:
+        return SamplingParams()
+    # Safety: a subclass may have other values than those that were checked.
+    if type(params) is not SamplingParams:
+        advice = "SamplingParams.from_mapping takes a mapping."
+        raise errors.InvalidSampling("params", params, "SamplingParams, or None", advice)
+    return params
+
+
 def _parameter_of(one: Field[Any]) -> Parameter:
     """Return a field as a keyword of the constructor, and let its type be what it stores."""
     accepted = stored = str(one.type)

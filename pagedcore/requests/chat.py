@@ -23,8 +23,8 @@ from pagedcore.config.limits import (
 )
 from pagedcore.errors import InvalidPrompt, InvalidTools, PromptEmpty, PromptTooLong, describe, describe_name
 from pagedcore.protocols import ChatMessage
-from pagedcore.requests.validation import count_text_bytes
 from pagedcore.tokenizer.template_arguments import validate_arguments
+from pagedcore.tokenizer.text_size import count_text_bytes
 
 TOOL_NAME: Final = re.compile("[a-zA-Z0-9_-]{1,64}")
 _FIELDS: Final = ("name", "description", "parameters", "strict", "return")

@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from pagedcore.config.limits import MAX_TEXT_BYTES_PER_TOKEN
 from pagedcore.errors import InvalidPrompt, InvalidSampling
-from pagedcore.requests.validation import count_text_bytes
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.tokenizer.text_size import count_text_bytes
 
 
 @runtime_checkable

@@ -29,7 +29,7 @@ from pagedcore.request_options import OPTIONS, RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.chat import Chat, require_continuable, tools_length, uses_tools, validate_chat
 from pagedcore.requests.infill import Infill, encode_infill, require_no_gap
-from pagedcore.sampling_params import SamplingParams
+from pagedcore.sampling_params import SamplingParams, validate_params
 from pagedcore.structured.grammars import Grammars
 from pagedcore.tokenizer.incremental_text import ShowsSpecialTokens
 from pagedcore.tokenizer.template_arguments import TakesArguments, require_read
@@ -86,7 +86,7 @@ class InputProcessor:
         if known is None:
             self.check_options(options)
         if type(params) is not SamplingParams:
-            params = validation.validate_params(params)
+            params = validate_params(params)
         if params.bad_words:
             params = self._with_bad_sequences(params)
         if not params.skip_special_tokens:

@@ -19,37 +19,24 @@ from pagedcore.errors import (
     InvalidPrompt,
     InvalidRequest,
     InvalidSampling,
-    InvalidText,
     InvalidToken,
     PromptEmpty,
     PromptTooLong,
     RequestStateError,
     RequestTooLarge,
-    TextTooLong,
     TooManySequences,
     describe,
 )
 from pagedcore.request_options import TIMEOUT
-from pagedcore.sampling_params import SamplingParams
+from pagedcore.sampling_params import SamplingParams, validate_params
+from pagedcore.tokenizer.text_size import count_text_bytes
 
-_ENCODED_AT_ONCE = 4096
 _IDS_AT_ONCE = 16_384
 
 validate_ttl: Final = partial(seconds(0, MAX_PARKING_S, above_low=True).or_none().check, "ttl_s")
 """Checks for how many seconds parked KV is kept, and returns it. Raises ``InvalidRequest``."""
 validate_timeout: Final = partial(TIMEOUT.check, "timeout_s")
 """Checks a time limit in seconds, and returns it. Raises ``InvalidRequest``."""
-
-
-def validate_params(params: object) -> SamplingParams:
-    """Return sampling parameters, those of a greedy completion for ``None``. Raises ``InvalidSampling`` otherwise."""
-    if params is None:
-        return SamplingParams()
-    # Safety: a subclass may have other values than those that were checked.
-    if type(params) is not SamplingParams:
-        advice = "SamplingParams.from_mapping takes a mapping."
-        raise InvalidSampling("params", params, "SamplingParams, or None", advice)
-    return params
 
 
 def pair_with_params(prompts: Any, params: Any) -> list[tuple[Any, Any]]:
@@ -112,31 +99,6 @@ def validate_text(text: object, max_model_len: int) -> str:
     """Return text. Raises ``InvalidText`` if it is no ``str`` or not encodable, ``TextTooLong`` if it could not fit."""
     count_text_bytes("text", text, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
     return text  # type: ignore[return-value]  # Why: the line above refuses what is no str
-
-
-def count_text_bytes(what: str, text: object, room: int) -> int:
-    """Return the size of text. Raises ``InvalidText`` for what is no ``str`` or no UTF-8, ``TextTooLong`` for more than
-    there is room for."""
-    if not isinstance(text, str):
-        raise InvalidText(what, text, "a string")
-    # Why: a character is at least a byte, so this bounds the work of counting exactly.
-    num_bytes = len(text) if len(text) > room or text.isascii() else _count_utf8_bytes(what, text)
-    if num_bytes > room:
-        raise TextTooLong(what, text, f"at most {max(room, 0)} bytes of UTF-8",
-                          "It could not fit the context, however it is tokenised.")
-    return num_bytes
-
-
-def _count_utf8_bytes(what: str, text: str) -> int:
-    num_bytes = 0
-    try:
-        for start in range(0, len(text), _ENCODED_AT_ONCE):
-            num_bytes += len(text[start : start + _ENCODED_AT_ONCE].encode())
-        return num_bytes
-    except UnicodeEncodeError:
-        pass
-    # Safety: raised out here, because the codec's own error holds the text; it must not become the context of this one.
-    raise InvalidText(what, text, "text that UTF-8 can encode", "It holds a lone surrogate.")
 
 
 def resolve_max_tokens(params: SamplingParams, num_prompt_tokens: int, max_model_len: int) -> int:

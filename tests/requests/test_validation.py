@@ -13,6 +13,7 @@ from pagedcore.requests import validation
 from pagedcore.requests.chat import validate_chat
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.tokenizer.text_size import count_text_bytes
 
 
 @pytest.mark.parametrize("given", [[0], [9], (0, 9, 5), [3] * 7])
@@ -84,7 +85,7 @@ def test_a_surrogate_is_found_wherever_it_stands():
         text = "\u00e9" * position + "\ud800" + "\u00e9" * (9999 - position)
         with pytest.raises(errors.InvalidText, match="lone surrogate"):
             validation.validate_text(text, max_model_len=10**6)
-    assert validation.count_text_bytes("text", "\u00e9" * 10_001, 20_002) == 20_002
+    assert count_text_bytes("text", "\u00e9" * 10_001, 20_002) == 20_002
 
 
 def test_far_too_much_text_is_refused_before_it_is_read():
