@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
     from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
     from pagedcore.plugins.manager import expose
-    from pagedcore.requests.chat import Chat
     from pagedcore.requests.infill import Infill
     from pagedcore.requests.request import Request
     from pagedcore.sampling_params import SamplingParams
     from pagedcore.serving.async_engine import AsyncEngine
     from pagedcore.sessions.session import Session
     from pagedcore.structured_output import StructuredOutput
+    from pagedcore.tokenizer.chat import Chat
     from pagedcore.tool_calls.chat_reply import ChatReply
 
 __all__ = [
@@ -43,7 +43,7 @@ _HOMES: Final = {
     "AsyncEngine": "pagedcore.serving.async_engine",
     "Batch": "pagedcore.engine.continuous_batcher",
     "BatchRequest": "pagedcore.engine.continuous_batcher",
-    "Chat": "pagedcore.requests.chat",
+    "Chat": "pagedcore.tokenizer.chat",
     "ChatReply": "pagedcore.tool_calls.chat_reply",
     "ContinuousBatcher": "pagedcore.engine.continuous_batcher",
     "Engine": "pagedcore.engine.engine",

@@ -28,7 +28,6 @@ from pagedcore.lazy_names import delegate
 from pagedcore.outputs import Delta, Explanation, Quote, RequestOutput
 from pagedcore.protocols import ChatMessage, Clock, MonotonicClock
 from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options, sampling_advice
-from pagedcore.requests.chat import Chat
 from pagedcore.requests.infill import Infill
 from pagedcore.requests.input_processor import ProcessedRequest, Prompt, is_single
 from pagedcore.requests.observers import EngineObserver
@@ -46,6 +45,7 @@ from pagedcore.sequence import SequenceStatus
 from pagedcore.sessions.kv_file import KVDirectory
 from pagedcore.sessions.parking import Parking
 from pagedcore.sessions.session import Session, SessionStore
+from pagedcore.tokenizer.chat import Chat
 from pagedcore.tool_calls.chat_reply import KEYWORDS, ChatReply, begin_chat, read_reply
 
 if TYPE_CHECKING:

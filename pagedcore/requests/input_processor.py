@@ -27,10 +27,10 @@ from pagedcore.outputs import RequestOutput, TokenText
 from pagedcore.protocols import ChatMessage, Constraint, NamesTokens, RendersTools, Tokenizer
 from pagedcore.request_options import OPTIONS, RequestOptions
 from pagedcore.requests import validation
-from pagedcore.requests.chat import Chat, require_continuable, tools_length, uses_tools, validate_chat
 from pagedcore.requests.infill import Infill, encode_infill, require_no_gap
 from pagedcore.sampling_params import SamplingParams, validate_params
 from pagedcore.structured.grammars import Grammars
+from pagedcore.tokenizer.chat import Chat, require_continuable, tools_length, uses_tools, validate_chat
 from pagedcore.tokenizer.incremental_text import ShowsSpecialTokens
 from pagedcore.tokenizer.template_arguments import TakesArguments, require_read
 

@@ -8,9 +8,9 @@ from typing import Any
 from pagedcore.outputs import TokenText
 from pagedcore.protocols import ChatMessage, Tokenizer
 from pagedcore.request_options import RequestOptions
-from pagedcore.requests.chat import Chat
 from pagedcore.requests.input_processor import InputProcessor, Prompt
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.tokenizer.chat import Chat
 
 
 class TextVerbs:

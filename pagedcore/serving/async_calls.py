@@ -12,13 +12,13 @@ from pagedcore.errors import RequestTimeout
 from pagedcore.outputs import RequestOutput
 from pagedcore.protocols import ChatMessage
 from pagedcore.request_options import TIMEOUT, OptionKeywords, read_options
-from pagedcore.requests.chat import Chat
 from pagedcore.requests.input_processor import Prompt
 from pagedcore.requests.text_verbs import TextVerbs
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.commands import Commands
 from pagedcore.serving.host_program import running_loop
 from pagedcore.serving.stream import AwaitableFuture, CompletionFuture, awaitable
+from pagedcore.tokenizer.chat import Chat
 from pagedcore.tool_calls.chat_format import ChatFormat
 from pagedcore.tool_calls.chat_reply import KEYWORDS, ChatReply, begin_chat, read_reply
 

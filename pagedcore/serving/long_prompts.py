@@ -14,13 +14,13 @@ from functools import partial
 from typing import Any, Final
 
 from pagedcore.errors import EngineClosed
-from pagedcore.requests.chat import Chat
 from pagedcore.requests.infill import Infill
 from pagedcore.requests.input_processor import ProcessedRequest
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.commands import Commands, as_exception, end_sinks
 from pagedcore.serving.stream import OutputSink
 from pagedcore.structured.shares import Shares
+from pagedcore.tokenizer.chat import Chat
 
 LONG_TEXT: Final = 2048
 """Characters of text, those of all messages of a chat together."""

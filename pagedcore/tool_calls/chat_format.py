@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Final
 from pagedcore.errors import InvalidPrompt, InvalidTools, TextFailed
 from pagedcore.outputs import CompletionOutput, Delta
 from pagedcore.protocols import RendersTools
-from pagedcore.requests.chat import Chat
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.structured.grammar_source import WHITESPACE
 from pagedcore.structured_output import StructuredOutput
+from pagedcore.tokenizer.chat import Chat
 from pagedcore.tokenizer.incremental_text import IncrementalText, UnsearchedSpan
 from pagedcore.tokenizer.template_arguments import (
     TakesArguments,

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from pagedcore.errors import InvalidRequest
 from pagedcore.outputs import FinishReason, RequestOutput
-from pagedcore.requests.chat import Chat
 from pagedcore.sampling_params import SamplingParams, validate_params
+from pagedcore.tokenizer.chat import Chat
 from pagedcore.tool_calls.chat_format import ChatFormat, ChatTurn
 from pagedcore.tool_calls.events import ParsedCompletion, ToolCall
 

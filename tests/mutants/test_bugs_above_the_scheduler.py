@@ -33,7 +33,7 @@ def test_every_bug_can_be_put_in() -> None:
 
 def test_a_change_that_is_no_bug_survives() -> None:
     """Law: a test fails for the bug and for nothing else that its process brings with it."""
-    path = "pagedcore/requests/chat.py"
+    path = "pagedcore/tokenizer/chat.py"
     harmless = Mutant("None.", path, "checked}, MAX_CHAT_BYTES - room", "checked}, int(MAX_CHAT_BYTES) - room")
     outcome = run_tests(harmless, [_ANY_TEST])
     assert (outcome.verdict, outcome.num_passed) == ("survived", 1)
@@ -43,5 +43,5 @@ def test_a_bug_that_no_test_imports_proves_nothing() -> None:
     """Law: a mutant that is not loaded, or cannot be, is not taken for one that was found or survived."""
     unused = Mutant("None.", "pagedcore/serving/stream.py", "last = deltas[-1]", "last = deltas[0]")
     assert run_tests(unused, [_ANY_TEST]).verdict == "broken"
-    syntax = Mutant("None.", "pagedcore/requests/chat.py", "checked}, MAX_CHAT_BYTES - room", "checked}, = 1")
+    syntax = Mutant("None.", "pagedcore/tokenizer/chat.py", "checked}, MAX_CHAT_BYTES - room", "checked}, = 1")
     assert run_tests(syntax, [_ANY_TEST]).verdict == "broken"

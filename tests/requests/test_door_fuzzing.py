@@ -10,8 +10,8 @@ from pagedcore import errors
 from pagedcore.config import limits
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
-from pagedcore.requests.chat import validate_chat
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.tokenizer.chat import validate_chat
 
 CANARY = "canary-7f3a"
 VOCAB_SIZE, MAX_MODEL_LEN, POOL_TOKENS = 1000, 64, 256

@@ -20,8 +20,8 @@ from pagedcore.config import limits
 from pagedcore.errors import InvalidRequest
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
-from pagedcore.requests.chat import validate_chat
 from pagedcore.structured_output import StructuredOutput
+from pagedcore.tokenizer.chat import validate_chat
 from pagedcore.tokenizer.incremental_text import IncrementalText, StopMatcher
 from pagedcore.tokenizer.piece_detokenizer import Decode
 from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, decode_window

@@ -10,9 +10,9 @@ from pagedcore import errors
 from pagedcore.config import limits
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
-from pagedcore.requests.chat import validate_chat
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.tokenizer.chat import validate_chat
 from pagedcore.tokenizer.text_size import count_text_bytes
 
 
