@@ -1,6 +1,6 @@
 """Chats: messages, the calls in them, and the tools that the model may call. Checked before a template sees them.
 
-It allocates nothing in proportion to what it refuses. ``tokenizer/chat_template.py`` renders what is accepted here.
+It allocates nothing in proportion to what it refuses. ``chat_template.py`` renders what is accepted here.
 """
 
 from __future__ import annotations

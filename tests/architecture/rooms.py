@@ -17,6 +17,7 @@ STOREYS: dict[str, dict[str, tuple[str, ...]]] = {
     "text": {
         "tokenizer": ("tokenizer",),
         "structured": ("structured",),
+        "tool_calls": ("tool_calls",),
     },
     "scheduling": {
         "kv_cache": ("kv_cache",),
@@ -33,7 +34,6 @@ STOREYS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "requests": {
         "requests": ("requests",),
-        "tool_calls": ("tool_calls",),
         "sessions": ("sessions",),
     },
     "engine": {
