@@ -3,7 +3,8 @@
     python benchmarks/call_path.py [--list]
 
 A profiler hook notes the file of every Python function that is called while the second of two identical requests is
-accepted, and while one decode step is run; two calls in a row from different files are a change. Only files of
+accepted, and while a decode step of one row and one of eight is run; two calls in a row from different files are a
+change. Only files of
 ``pagedcore`` count: kernels and the model's own forward are left out, because their way depends on the model. The
 figures do not depend on the machine.
 """
@@ -21,7 +22,7 @@ from pagedcore import Engine, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1] / "pagedcore"
 LEFT_OUT = ("models/",)
-PROMPT, PARAMS = "What is 2 + 3?", SamplingParams(max_tokens=8)
+PROMPT, PARAMS = "What is 2 + 3?", SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 def files_called(function: Callable[[], Any]) -> tuple[list[str], Any]:
@@ -48,18 +49,31 @@ def changes(files: list[str]) -> list[str]:
 
 
 def measure() -> dict[str, list[str]]:
-    """Return the files that an accepted request and a decode step pass, each stay once."""
+    """Return the files that an accepted request and decode steps pass, each stay once."""
     with Engine.from_pretrained("demo") as engine:
-        first = engine.add_request(PROMPT, PARAMS)
-        while not first.is_done:
-            engine.step()
-        first.remove()
-        accepted, request = files_called(lambda: engine.add_request(PROMPT, PARAMS))
-        while not request.sequences[0].num_output_tokens:
-            engine.step()
+        engine.add_request(PROMPT, PARAMS)
+        _end_all(engine)
+        accepted, _ = files_called(lambda: engine.add_request(PROMPT, PARAMS))
+        found = {"accepted request": changes(accepted), "decode step": _decode_step(engine)}
+        _end_all(engine)
+        for _ in range(8):
+            engine.add_request(PROMPT, PARAMS)
+        return found | {"decode step of 8 rows": _decode_step(engine)}
+
+
+def _decode_step(engine: Engine) -> list[str]:
+    """Run steps until all requests decode, and one more to be sure; then return the files that the next one passes."""
+    while not all(request.sequences[0].num_output_tokens for request in engine.requests):
         engine.step()
-        decoded, _ = files_called(engine.step)
-    return {"accepted request": changes(accepted), "decode step": changes(decoded)}
+    engine.step()
+    return changes(files_called(engine.step)[0])
+
+
+def _end_all(engine: Engine) -> None:
+    for request in engine.requests:
+        while not request.is_done:
+            engine.step()
+        request.remove()
 
 
 def main() -> None:

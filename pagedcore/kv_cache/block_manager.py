@@ -77,6 +77,14 @@ class BlockManager(BlockMemory):
             needed -= table.num_blocks
         return needed if needed > 0 else 0
 
+    def outgrown(self, sequences: Iterable[Sequence]) -> set[int]:
+        """Ids of the sequences whose blocks do not hold all of their tokens."""
+        tables, size = self._tables, self.block_size
+        return {
+            one.sequence_id for one in sequences
+            if (table := tables.get(one.sequence_id)) is None or table.num_blocks * size < len(one.token_ids)
+        }
+
     def num_new_blocks(self, demand: Demand) -> int:
         """Blocks that a demand needs besides what its sequence holds and its match shares."""
         needed = self.num_blocks_needed(demand.sequence_id, demand.num_tokens)

@@ -249,8 +249,7 @@ class OutputProcessor:
     def publish(self, plan: SchedulePlan, news: ListOf[NewToken]) -> None:
         """Give the completions of a committed step their tokens."""
         now_s = self._clock.now()
-        for new in news:
-            self._publish(new, now_s)
+        self._add_tokens(news, now_s)
         if self._groups:
             self.groups.add_branches(self._branches)
             for group in self._groups.values():
@@ -315,25 +314,26 @@ class OutputProcessor:
             elif row.sequence.prompt_logprobs is not None:
                 row.sequence.prompt_logprobs += scored
 
-    def _publish(self, new: NewToken, now_s: float) -> None:
-        """Add a token to its completion; a candidate's is not pending before it is chosen."""
-        one = self.by_sequence[new.sequence.sequence_id]
-        if one.group is not None and one.group.search is not None:
-            return
-        self.counters.num_generated_tokens += 1
-        if one.group is None:
-            one.times_s.append(now_s)
-        if one.add_token(new.token_id):
-            self._scheduler.finish_sequence(new.sequence, "stop")
-        if new.sequence.finish_reason is not None and one.finish_text():
-            # Why: the token that completed a stop string may also have been the last one allowed.
-            new.sequence.finish_reason = "stop"
-        if one.failure is not None:
-            self._pending += self._end_without_text(one, one.failure)
-        elif one.group is None:
-            if one.request.metrics.first_token_s is None:
-                one.request.metrics = replace(one.request.metrics, first_token_s=now_s)
-            self._pending.append(one)
+    def _add_tokens(self, news: ListOf[NewToken], now_s: float) -> None:
+        """Add tokens to their completions; those of candidates are not pending before they are chosen."""
+        for new in news:
+            one = self.by_sequence[new.sequence.sequence_id]
+            if one.group is not None and one.group.search is not None:
+                continue
+            self.counters.num_generated_tokens += 1
+            if one.group is None:
+                one.times_s.append(now_s)
+            if one.add_token(new.token_id):
+                self._scheduler.finish_sequence(new.sequence, "stop")
+            if new.sequence.finish_reason is not None and one.finish_text():
+                # Why: the token that completed a stop string may also have been the last one allowed.
+                new.sequence.finish_reason = "stop"
+            if one.failure is not None:
+                self._pending += self._end_without_text(one, one.failure)
+            elif one.group is None:
+                if one.request.metrics.first_token_s is None:
+                    one.request.metrics = replace(one.request.metrics, first_token_s=now_s)
+                self._pending.append(one)
 
     def _end_without_text(self, one: PendingOutput, failure: TextFailed) -> list[PendingOutput]:
         """End a completion whose tokens could not be turned into text, even if it has just ended by itself."""

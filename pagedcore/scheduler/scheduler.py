@@ -301,7 +301,7 @@ class Scheduler:
         for row in rows:
             if row.sequence.sequence_id in started or row.sequence.num_cached_tokens is None:
                 self.moves.note_found(row.sequence, row.start)
-        return [new for row in rows if (new := self._advance(row, sampled)) is not None]
+        return self._advance(rows, sampled)
 
     def snapshot(self) -> dict[str, Any]:
         """Copy the state of scheduler, cache and sequences as plain values: what the next decisions depend on.
@@ -376,27 +376,30 @@ class Scheduler:
         if not is_current:
             raise InternalError("the plan is out of date; a sequence moved after it was made")
 
-    def _advance(self, row: ScheduledRow, sampled: Mapping[int, int | None]) -> NewToken | None:
-        sequence = row.sequence
-        if row.start < sequence.num_prompt_tokens or row.num_tokens > 1:
-            self.counters.num_prefill_tokens += row.num_tokens
-        else:
-            self.counters.num_decode_tokens += 1
-        sequence.num_computed_tokens = row.end
-        self._blocks.register(sequence, row.end)
-        if not row.is_sampled:
-            return None
-        token_id = sampled[sequence.sequence_id]
-        if token_id is None:
-            self.running.remove_sequence(sequence)
-            sequence.move_to(_FINISHED)
-            self.moves.free_finished(sequence, is_trusted=True, is_movable=False)
-            return None
-        reason = sequence.append_token(token_id)
-        if reason is not None:
-            self.running.remove_sequence(sequence)
-            self._mark_finished(sequence, reason)
-        return NewToken(sequence, token_id, reason)
+    def _advance(self, rows: ListOf[ScheduledRow], sampled: Mapping[int, int | None]) -> list[NewToken]:
+        news = list[NewToken]()
+        for row in rows:
+            sequence = row.sequence
+            if row.start < sequence.num_prompt_tokens or row.num_tokens > 1:
+                self.counters.num_prefill_tokens += row.num_tokens
+            else:
+                self.counters.num_decode_tokens += 1
+            sequence.num_computed_tokens = row.end
+            self._blocks.register(sequence, row.end)
+            if not row.is_sampled:
+                continue
+            token_id = sampled[sequence.sequence_id]
+            if token_id is None:
+                self.running.remove_sequence(sequence)
+                sequence.move_to(_FINISHED)
+                self.moves.free_finished(sequence, is_trusted=True, is_movable=False)
+                continue
+            reason = sequence.append_token(token_id)
+            if reason is not None:
+                self.running.remove_sequence(sequence)
+                self._mark_finished(sequence, reason)
+            news.append(NewToken(sequence, token_id, reason))
+        return news
 
     def _take_out(self, sequence: Sequence) -> None:
         self.waiting.remove_sequence(sequence)

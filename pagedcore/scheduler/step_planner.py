@@ -86,6 +86,7 @@ class StepPlanner:
 
     def _advance_in_order(self, sequences: ListOf[Sequence]) -> None:
         state, blocks = self._state, self._blocks
+        outgrown = blocks.outgrown(sequences)
         for sequence in sequences:
             start = sequence.num_computed_tokens
             num_tokens = min(len(sequence.token_ids) - start, state.budget)
@@ -93,9 +94,10 @@ class StepPlanner:
                 num_tokens = state.num_scorable_of(sequence, num_tokens)
             if num_tokens == 0:
                 return
-            if sequence.sequence_id in state.preempted:
+            number = sequence.sequence_id
+            if number in state.preempted:
                 continue
-            needed = blocks.num_blocks_needed(sequence.sequence_id, start + num_tokens)
+            needed = blocks.num_blocks_needed(number, start + num_tokens) if number in outgrown else 0
             if needed <= state.free:
                 state.add_row(sequence, start, num_tokens, needed)
             else:

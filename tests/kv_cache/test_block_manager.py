@@ -51,6 +51,14 @@ def test_only_what_the_table_lacks_is_needed() -> None:
     assert (manager.num_blocks_of(1), manager.num_blocks_of(2)) == (2, 0)
 
 
+def test_a_sequence_outgrows_its_blocks_with_the_token_behind_the_last_position() -> None:
+    """Two blocks of four positions hold eight tokens and not nine; a sequence without a table has outgrown it."""
+    manager = BlockManager(8, 4)
+    eight, nine = compute(manager, [1] * 8, 5), compute(manager, [1] * 9, 8)
+    new = make_sequence([1])
+    assert manager.outgrown([eight, nine, new]) == {nine.sequence_id, new.sequence_id}
+
+
 def test_reserved_blocks_are_in_the_tables_before_commit() -> None:
     """The batch is built from tables that already hold every position of the step."""
     manager = BlockManager(4, 2)
