@@ -158,7 +158,9 @@ class StepRunner:
         if not plan.rows:
             self.is_stalled = self._scheduler.has_work and not self._scheduler.is_gated
             self._transfers.settle(wait=self.is_stalled)
-        self._end()
+        # Why first: from here on nothing undoes the step, whatever an observer raises.
+        self.is_torn = False
+        self._outputs.note_step()
         return plan
 
     def _compute(self, most_tokens: int | None) -> SchedulePlan:
@@ -168,7 +170,8 @@ class StepRunner:
         except BrokenOff as broken:
             plan, error = broken.plan, broken.cause
             if not isinstance(error, Exception):
-                self._end()
+                self.is_torn = False
+                self._outputs.note_step()
                 raise error from None
             if most_tokens is not None or not is_out_of_memory(error):
                 self.has_failed = True
@@ -176,7 +179,3 @@ class StepRunner:
                 return plan
         # Why: half of the tokens may fit; if not, the requests of that half end, and no others.
         return self._compute(max(1, plan.num_tokens // 2))
-
-    def _end(self) -> None:
-        self.is_torn = False
-        self._outputs.note_step()

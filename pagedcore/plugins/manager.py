@@ -136,7 +136,7 @@ class EngineHooks:
     def __init__(self, manager: PluginManager, *, at_the_end: Callable[[], None] = lambda: None) -> None:
         """Look up the observers of ``manager``; ``at_the_end`` is called after those of the engine's end."""
         self.at_the_end = at_the_end
-        self._callers = {hook: manager.callers(hook) for hook in _OBSERVED}
+        self._set_callers({hook: manager.callers(hook) for hook in _OBSERVED})
         self._reported: set[str] = set()
         self._info: EngineInfo | None = None
 
@@ -146,24 +146,21 @@ class EngineHooks:
         added = EngineHooks(manager)
         if self._info is not None:
             added.engine_started(self._info)
-        for hook, callers in added._callers.items():
-            self._callers[hook] += callers
+        self._set_callers({hook: [*callers, *added._callers[hook]] for hook, callers in self._callers.items()})
         return lambda: self._remove(added)
 
     def _remove(self, added: EngineHooks) -> None:
-        for hook, callers in added._callers.items():
-            # Why a new list: an observer may be removed while it is called.
-            self._callers[hook] = [one for one in self._callers[hook] if one not in callers]
+        self._set_callers({
+            hook: [one for one in callers if one not in added._callers[hook]] for hook, callers in self._callers.items()
+        })
 
-    @property
-    def observes_steps(self) -> bool:
+    def _set_callers(self, callers: dict[str, list[tuple[str, Callable[..., Any]]]]) -> None:
+        # Why new lists each time: an observer may be removed while it is called.
+        self._callers = callers
+        self.observes_steps = bool(callers["pagedcore_step"])
         """Whether a step has an observer; if not, its statistics need not be built."""
-        return bool(self._callers["pagedcore_step"])
-
-    @property
-    def observes_requests(self) -> bool:
+        self.observes_requests = bool(callers["pagedcore_request_finished"])
         """Whether a finished request has an observer; if not, its output need not be built."""
-        return bool(self._callers["pagedcore_request_finished"])
 
     def engine_started(self, info: EngineInfo) -> None:
         """Tell that the engine is about to take requests."""

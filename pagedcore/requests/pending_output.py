@@ -94,7 +94,7 @@ class PendingOutput:
                 return False
             self.stream = self.open_stream()
         delta = self.stream.push((token_id,))
-        self._add_text(delta.text)
+        self._parts.append(delta.text)
         if delta.is_stopped:
             self.matched_stop = self.stream.matched_stop
         return delta.is_stopped
@@ -103,15 +103,10 @@ class PendingOutput:
         if self.stream is None:
             self.open_stream = None
             return False
-        self._add_text(self.stream.finish())
+        self._parts.append(self.stream.finish())
         is_stopped, self.matched_stop = self.stream.is_stopped, self.stream.matched_stop
         self.stream = self.open_stream = None
         return is_stopped
-
-    def _add_text(self, text: str) -> None:
-        if not isinstance(text, str):
-            raise TypeError(f"the detokenizer returned {type(text).__name__}, not str")
-        self._parts.append(text)
 
     def _fail(self, error: Exception) -> None:
         self.stream, self.open_stream = None, None

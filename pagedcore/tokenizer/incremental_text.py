@@ -199,7 +199,8 @@ class IncrementalText:
         """Take the next tokens of the completion and return the text that has become certain."""
         matcher = self._matcher
         if matcher is None:
-            return TextDelta(self._detokenizer.push(token_ids), False)
+            # Why join, here and below: it refuses what is no text, which a user's own detokenizer may return.
+            return TextDelta("".join((self._detokenizer.push(token_ids),)), False)
         free = behind = ""
         if self._span is not None:
             free, behind, token_ids = self._push_span(self._span, token_ids)
@@ -229,5 +230,5 @@ class IncrementalText:
         """
         free, rest = ("", self._detokenizer.finish()) if self._span is None else self._span.finish()
         if self._matcher is None or self._num_unmatched:
-            return free + rest
+            return "".join((free, rest))
         return free + self._matcher.push(rest) + self._matcher.finish()
