@@ -235,6 +235,13 @@ class SamplingParams:
             bool(self.presence_penalty or self.frequency_penalty)
         ) or bool(self.bad_words_ids) or self.allowed_token_ids is not None
 
+    def num_step_logprobs(self, num_ends: int) -> int | None:
+        """Return how many of the likeliest tokens a step reports of a sequence that ``num_ends`` of them would end;
+        ``None``: it reports nothing, not even of the chosen one."""
+        if self.beam_width > 1:
+            return max(self.beam_width + num_ends, self.logprobs or 0)
+        return 0 if self.logprobs is None and self.has_candidates else self.logprobs
+
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
         """Make parameters from decoded JSON or any other mapping of names to values.

@@ -97,7 +97,7 @@ class Sequence:
         self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.constrain(self.constraint)
-        self.num_logprobs = _num_logprobs(self.params, self.stop_token_ids)
+        self.num_logprobs = self.params.num_step_logprobs(len(self.stop_token_ids))
 
     @property
     def priority(self) -> int:
@@ -191,7 +191,7 @@ class Sequence:
             self.prompt_logprobs = None if params.prompt_logprobs is None else []
         self.params, self.max_tokens, self.stop_token_ids = params, max_tokens, stop_token_ids
         self.constrain(constraint)
-        self.num_logprobs = _num_logprobs(params, stop_token_ids)
+        self.num_logprobs = params.num_step_logprobs(len(stop_token_ids))
         self.num_prompt_tokens = len(self.token_ids)
         if params.seed is not None:
             self.seed = params.seed
@@ -262,9 +262,3 @@ _PLAIN: Final = (
     "num_computed_tokens", "num_cached_tokens", "num_preemptions", "num_protected_tokens", "is_in_session",
     "finish_reason", "score",
 )
-
-
-def _num_logprobs(params: SamplingParams, stop_token_ids: frozenset[int]) -> int | None:
-    if params.beam_width > 1:
-        return max(params.beam_width + len(stop_token_ids), params.logprobs or 0)
-    return 0 if params.logprobs is None and params.has_candidates else params.logprobs

@@ -119,9 +119,8 @@ class RequestTable:
             )
         arrival, request_id = next(self._arrivals), secrets.token_hex(16)
         seed = params.seed if params.seed is not None else self.seed + arrival * SEED_STRIDE
-        root = self._root(options.salt, request_id, self.shares_prefixes)
         arrival_s = self.clock.now() - held_s
-        sequences = self._new_sequences(processed, params.n, self.sequence_ids, (arrival, arrival_s), root, seed)
+        sequences = self._new_sequences(processed, params.n, self.sequence_ids, (arrival, arrival_s), request_id, seed)
         if params.prompt_logprobs is not None:
             # Why: the first one reports the prompt for all of them; the others wait for what it computes.
             sequences[0].prompt_logprobs = []
@@ -285,16 +284,14 @@ class RequestTable:
 
     def sequences_of_quote(self, processed: ProcessedRequest) -> list[Sequence]:
         """Make the sequences that a request would have if it came now, as the latest of all; nothing knows them."""
-        options = processed.options
-        root = self._root(options.salt, "", self.shares_prefixes)
         latest = _AFTER_ALL, self.clock.now()
-        return self._new_sequences(processed, processed.params.num_sequences, count(_AFTER_ALL), latest, root)
+        return self._new_sequences(processed, processed.params.num_sequences, count(_AFTER_ALL), latest, "")
 
-    @staticmethod
     def _new_sequences(
-        processed: ProcessedRequest, num: int, ids: Iterator[int], arrival: tuple[int, float], root: bytes,
+        self, processed: ProcessedRequest, num: int, ids: Iterator[int], arrival: tuple[int, float], request_id: str,
         seed: int = 0,
     ) -> list[Sequence]:
+        root = self._root(processed.options.salt, request_id, self.shares_prefixes)
         seen = processed.options.without_salt()
         return [
             Sequence(
