@@ -150,8 +150,7 @@ def pools_of(dtype: torch.dtype, is_int8: bool, *sizes: int, marks: Any = ()) ->
 
 
 @pytest.mark.parametrize("shapes", [
-    pools_of(torch.float32, False, 1, 16), pools_of(torch.bfloat16, False, 4, 32), pools_of(torch.float32, True, 1, 16),
-    pools_of(torch.bfloat16, True, 4, 16),
+    pools_of(torch.float32, False, 1, 16), pools_of(torch.bfloat16, True, 4, 16),
     *(pools_of(dtype, is_int8, 1, 4, 16, 32, marks=pytest.mark.slow)
       for dtype in (torch.float32, torch.bfloat16) for is_int8 in (False, True)),
 ])  # fmt: skip
@@ -164,9 +163,9 @@ def test_block_size_changes_no_bit(shapes: list[Shape]) -> None:
 
 
 @pytest.mark.parametrize(("budget", "shape"), [
-    (3, SHAPES[3]), (6, SHAPES[6]),
+    (6, SHAPES[6]),
     *(pytest.param(budget, shape, marks=pytest.mark.slow)
-      for budget, shape in ((6, SHAPES[3]), (16, SHAPES[3]), (3, SHAPES[6]), (16, SHAPES[6]))),
+      for budget, shape in ((3, SHAPES[3]), (6, SHAPES[3]), (16, SHAPES[3]), (3, SHAPES[6]), (16, SHAPES[6]))),
 ], ids=str)  # fmt: skip
 def test_number_of_registers_changes_no_bit(budget: int, shape: Shape) -> None:
     """A kernel cut for a machine with fewer vector registers gives the same bits."""
@@ -219,7 +218,7 @@ def digest_of_steps() -> str:
     options = {"window": 200, "softcap": 5.0, "sinks": torch.linspace(-4, 4, 3)}
     digest = hashlib.sha256()
     for is_int8 in (False, True):
-        shape = Shape(3, 1, 24, 20, 4, torch.bfloat16, is_int8)
+        shape = Shape(3, 2, 24, 20, 4, torch.bfloat16, is_int8)
         output = in_steps(shape, Tokens.random(shape, LENGTH, seed=1), [LENGTH - 40, 1, 39], seed=2, **options)
         digest.update(output.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

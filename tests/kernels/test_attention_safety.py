@@ -17,8 +17,8 @@ from pagedcore_kernels.reference import ReferenceAttention
 
 SHAPE = Shape(3, 1, 12, 8, 4, torch.bfloat16)
 SHAPES = [
-    SHAPE, Shape(7, 2, 64, 64, 32, torch.float32), Shape(2, 3, 80, 96, 1, torch.float32),
-    Shape(3, 2, 11, 20, 4, torch.bfloat16, is_int8=True), Shape(2, 3, 80, 96, 1, torch.float32, is_int8=True),
+    SHAPE, Shape(7, 2, 64, 64, 32, torch.float32), Shape(3, 2, 11, 20, 4, torch.bfloat16, is_int8=True),
+    Shape(2, 3, 80, 96, 1, torch.bfloat16, is_int8=True),
 ]
 BACKENDS = [NumbaCpuAttention, ReferenceAttention]
 

@@ -26,14 +26,6 @@ pytestmark = pytest.mark.skipif(form_of_grouped_product(torch.float32) is None, 
 #: Outputs, inputs, groups: panels whole and not; groups of less than a chunk, of one, of several, with a rest; inputs
 #: that are filled up.
 SHAPES = [(1, 8, 1), (64, 128, 1), (63, 96, 6), (65, 256, 2), (200, 256, 8), (130, 608, 2), (70, 296, 1), (5, 13, 1)]
-each_bits = pytest.mark.parametrize("bits", [4, 8])
-each_kind = pytest.mark.parametrize(("bits", "kind"), [
-    (bits, kind) for kind in ("symmetric", "zeros", "nf4", "least") for bits in (4, 8)
-    # Why: what is alike with 8 bits, the tests of GGUF multiply.
-    if bits == 4 or kind not in ("nf4", "least")
-])
-
-
 class Weight(NamedTuple):
     """A quantised weight, its bias, and what it stands for in float64."""
 
@@ -96,10 +88,31 @@ def rows_of(num_rows: int, num_inputs: int, dtype: torch.dtype = torch.float32) 
     return torch.from_numpy(rows).to(dtype)
 
 
-CASES = [(torch.float32, SINGLES), (torch.bfloat16, MATRIX_UNITS), (torch.bfloat16, PAIRS), (torch.bfloat16, SINGLES)]
+CASES = {
+    "float32": (torch.float32, SINGLES), "matrix units": (torch.bfloat16, MATRIX_UNITS),
+    "bfloat16": (torch.bfloat16, PAIRS), "widened": (torch.bfloat16, SINGLES),
+}
+#: Bits and kinds that `make test` multiplies in each way; a kernel takes seconds to compile, and `make slow` has all.
+QUICK = {
+    "float32": [(4, "symmetric"), (4, "zeros"), (8, "zeros"), (4, "nf4"), (4, "least")],
+    "matrix units": [(4, "symmetric"), (8, "symmetric"), (4, "zeros"), (4, "least")],
+    "bfloat16": [(4, "zeros"), (8, "symmetric"), (4, "nf4")],
+    "widened": [(4, "nf4"), (8, "zeros")],
+}
 
 
-@pytest.fixture(params=CASES, ids=["float32", "matrix units", "bfloat16", "widened"])
+def each_kind(*kinds: str) -> pytest.MarkDecorator:
+    """Parametrize with every way to multiply, and weights of these kinds, or of all."""
+    return pytest.mark.parametrize(("dtype", "bits", "kind"), [
+        pytest.param(case, bits, kind, id=f"{way}-{bits}-{kind}",
+                     marks=[] if (bits, kind) in QUICK[way] else [pytest.mark.slow])
+        for way, case in CASES.items() for kind in kinds or ("symmetric", "zeros", "nf4", "least") for bits in (4, 8)
+        # Why: what is alike with 8 bits, the tests of GGUF multiply.
+        if bits == 4 or kind not in ("nf4", "least")
+    ], indirect=["dtype"])  # fmt: skip
+
+
+@pytest.fixture
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     """Each number format of rows, and each way to multiply it that this processor has."""
     kind, form = request.param
@@ -113,7 +126,7 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
     return kind  # type: ignore[no-any-return]
 
 
-@each_kind
+@each_kind()
 def test_products(dtype: torch.dtype, bits: int, kind: str) -> None:
     """Each output is the float64 product within float32's error of the sum and one rounding to bfloat16."""
     for shape in SHAPES:
@@ -131,7 +144,7 @@ def test_products(dtype: torch.dtype, bits: int, kind: str) -> None:
                 assert ((actual.double() - expected).abs() <= rounding + 2**-20 * magnitude).all()
 
 
-@each_kind
+@each_kind()
 def test_exact_sums_are_exact(dtype: torch.dtype, bits: int, kind: str) -> None:
     """With scales that are powers of two and few small inputs nothing is lost: every weight meets its own input, scale
     and zero point."""
@@ -155,7 +168,7 @@ def test_fp4_is_its_sixteen_numbers() -> None:
     assert torch.equal(product(rows)[1], torch.tensor(wanted))
 
 
-@each_kind
+@each_kind()
 def test_no_company_changes_bits(dtype: torch.dtype, bits: int, kind: str) -> None:
     """Any number of rows, at any place, on any number of threads: sums of cancelling numbers, which nothing hides."""
     weight = weight_of(bits, (100, 608, 2), kind, dtype=dtype)
@@ -190,7 +203,7 @@ def test_sums_are_made_in_the_order_that_is_said(kind: str) -> None:
     assert np.array_equal(weight.product(torch.float32, bias=False)(rows).numpy(), expected)
 
 
-@each_kind
+@each_kind()
 def test_a_broken_row_breaks_no_other(dtype: torch.dtype, bits: int, kind: str) -> None:
     """A row with NaN or an infinity has no finite output; a row of zeros is the bias, and others keep their bits."""
     weight = weight_of(bits, (70, 96, 3), kind, dtype=dtype)
@@ -206,10 +219,10 @@ def test_a_broken_row_breaks_no_other(dtype: torch.dtype, bits: int, kind: str) 
     assert torch.equal(few[2], whole[3])
 
 
-@each_bits
-def test_scales_of_zero_and_nan(dtype: torch.dtype, bits: int) -> None:
+@each_kind("symmetric", "zeros")
+def test_scales_of_zero_and_nan(dtype: torch.dtype, bits: int, kind: str) -> None:
     """A group whose scale is zero adds nothing, and one whose scale is NaN makes its outputs NaN, and no others."""
-    weight = weight_of(bits, (70, 96, 3), "symmetric")
+    weight = weight_of(bits, (70, 96, 3), kind)
     rows = torch.randn(5, 96).to(dtype)
     weight.scales[7, 1], weight.scales[9, 2] = 0.0, torch.nan
     expected = weight.product(dtype, bias=False)(rows)
@@ -241,9 +254,10 @@ print(form_of_grouped_product(torch.bfloat16), digest.hexdigest())
 
 @pytest.mark.skipif(not features.has_wide_vectors(), reason="no vectors of 512 bits")
 @pytest.mark.parametrize("cases", [
-    '(torch.bfloat16, 4, "zeros"), (torch.float32, 4, "nf4")',
+    '(torch.bfloat16, 4, "zeros"), ',
     # Why: each kernel is compiled twice, for seconds.
-    pytest.param('(torch.float32, 4, "least"), (torch.float32, 8, "zeros")', marks=pytest.mark.slow),
+    pytest.param('(torch.float32, 4, "nf4"), (torch.float32, 4, "least"), (torch.float32, 8, "zeros")',
+                 marks=pytest.mark.slow),
 ])
 def test_other_processors_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch, cases: str) -> None:
     """Vectors of 256 and of 512 bits, tables and shifts: rows of float32, and of bfloat16 that is widened."""
@@ -273,7 +287,10 @@ def test_weights_take_their_bits(bits: int) -> None:
         assert (product.weight.numel(), product.weight.dtype) == (0, torch.bfloat16)
 
 
-@pytest.mark.parametrize(("bits", "kind"), [(4, "symmetric"), (4, "zeros"), (4, "least"), (8, "symmetric")])
+@pytest.mark.parametrize(("bits", "kind"), [
+    (4, "least"), *(pytest.param(bits, kind, marks=pytest.mark.slow)
+                    for bits, kind in ((4, "symmetric"), (4, "zeros"), (8, "symmetric"))),
+])  # fmt: skip
 def test_scales_in_halves_have_the_bits_of_float32(bits: int, kind: str) -> None:
     """Scales and least weights in float16, subnormal ones included, take half the memory and change no bit."""
     for shape in ((130, 608, 2), (63, 96, 6)):
