@@ -65,9 +65,10 @@ def test_neighbours_end_with_a_benchmark_that_is_killed() -> None:
     ("guest.py --pairs 1 --only same-1", r"same-1: of quiet: [\d.]+ "),
     pytest.param("guest.py --pairs 1 --only engines", r"engines: .* of one alone: [\d.]+ ", marks=pytest.mark.slow),
     ("greedy.py --model demo --pairs 3 --rows 1,4", r"\| 4 \| [\d.]+ \| [\d.]+ \| [\d.]+ \([\d.]+ to [\d.]+\) \| 3 \|"),
-    (f"start.py --runs 2 --model {DEMO_MODEL_DIR}",
-     r"\| model, imports done \| [\d.]+ \([\d.]+ - [\d.]+\) \| 2 \|"),
-    ("event_loop.py --doors asyncgen --seconds 0.2 --turns 1 --long-prompts", r"engine above that of the stub, ms: -?"),
+    pytest.param(f"start.py --runs 2 --model {DEMO_MODEL_DIR}",
+                 r"\| model, imports done \| [\d.]+ \([\d.]+ - [\d.]+\) \| 2 \|", marks=pytest.mark.slow),
+    pytest.param("event_loop.py --doors asyncgen --seconds 0.2 --turns 1 --long-prompts",
+                 r"engine above that of the stub, ms: -?", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_the_benchmarks_run(command: str, expected: str) -> None:
     """They measure the engine of this checkout and print what they say."""

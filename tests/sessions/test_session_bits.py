@@ -150,6 +150,9 @@ def test_kv_of_another_number_format_is_computed_again(kinds: tuple[str, str], t
     assert results[0][2] == 0
 
 
+@pytest.mark.parametrize("kind", [
+    "int8 KV", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("demo", "float32", "bfloat16")),
+], indirect=True, scope="module")  # fmt: skip
 def test_a_conversation_goes_on_in_another_process(
     kind: str, expected: tuple[list[int], str], lab: Lab, tmp_path: Path
 ) -> None:
