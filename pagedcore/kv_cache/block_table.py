@@ -1,4 +1,4 @@
-"""The ordered blocks of one sequence, and the slot of each of its positions.
+"""The ordered blocks of one sequence.
 
 A table holds numbers only: ``block_manager`` allocates the blocks and frees them.
 """
@@ -10,8 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from pagedcore.errors import InternalError
-from pagedcore.protocols import Int32Array, Int64Array
+from pagedcore.protocols import Int32Array
 
 _FIRST_ROOM: Final = 8
 
@@ -45,23 +44,6 @@ class BlockTable:
         removed: list[int] = self._ids[num_blocks : self.num_blocks][::-1].tolist()
         self.num_blocks, self.block_ids = num_blocks, self._view[:num_blocks]
         return removed
-
-    def slots(self, start: int, end: int, block_size: int) -> Int64Array:
-        """Slots of the positions ``start`` to ``end`` (exclusive).
-
-        Returns:
-            Shape [end - start]; ``block_id * block_size + offset`` of each position.
-
-        Raises:
-            InternalError: a position has no block.
-        """
-        if not 0 <= start <= end <= self.num_blocks * block_size:
-            raise InternalError(f"slots: positions {start} to {end} of a table for {self.num_blocks * block_size}")
-        #   positions   start ................ end
-        #   blocks      [ start // size ] ... [ (end - 1) // size ]
-        positions = np.arange(start, end, dtype=np.int64)
-        slots: Int64Array = self._ids[positions // block_size].astype(np.int64) * block_size + positions % block_size
-        return slots
 
     def _grow(self, room: int) -> None:
         ids = np.full(room, -1, dtype=np.int32)

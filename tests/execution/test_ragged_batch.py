@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedcore.errors import InternalError
-from pagedcore.execution.ragged_batch import RaggedBatch, build_batch
+from pagedcore.execution.ragged_batch import RaggedBatch, assemble, build_batch
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.reservation import Demand
 from pagedcore.scheduler.plan import ScheduledRow
@@ -123,3 +123,11 @@ def test_nothing_of_a_sequence_is_changed() -> None:
     before = (list(sequence.token_ids), sequence.num_computed_tokens)
     build_batch(rows, manager)
     assert (sequence.token_ids, sequence.num_computed_tokens) == before
+
+
+def test_slots_of_a_large_pool_do_not_overflow() -> None:
+    """Slots are computed in 64 bits although block ids have 32."""
+    one = np.array([1], dtype=np.int64)
+    last = np.array([2**31 - 1], dtype=np.int32)
+    batch = assemble(one, one - 1, one, seq_ids=one, tables=[last], block_size=16)
+    assert batch.slot_mapping.tolist() == [(2**31 - 1) * 16, -1]

@@ -1,11 +1,10 @@
-"""One sequence's blocks, and the slots of its positions."""
+"""The blocks of one sequence, in the order of its positions."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_table import BlockTable
 
 
@@ -37,33 +36,6 @@ def test_block_ids_cannot_be_written_through() -> None:
     """Readers get a view, not a way to redirect a sequence's memory."""
     with pytest.raises(ValueError, match="read-only"):
         make_table(1, 2).block_ids[0] = 5
-
-
-@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
-def test_slots_are_block_times_size_plus_offset(block_size: int) -> None:
-    """Every range of positions has exactly the slots of the definition."""
-    blocks = [5, 0, 9]
-    table = make_table(*blocks)
-    end = table.num_blocks * block_size
-    assert end == 3 * block_size
-    by_definition = [blocks[p // block_size] * block_size + p % block_size for p in range(end)]
-    for start in range(end + 1):
-        for stop in range(start, end + 1):
-            slots = table.slots(start, stop, block_size)
-            assert slots.dtype == np.int64
-            assert slots.tolist() == by_definition[start:stop]
-
-
-def test_slots_of_a_large_pool_do_not_overflow() -> None:
-    """Slots are computed in 64 bits although block ids have 32."""
-    assert make_table(2**31 - 1).slots(0, 1, 16).tolist() == [(2**31 - 1) * 16]
-
-
-@pytest.mark.parametrize(("start", "end"), [(-1, 1), (0, 9), (9, 9), (3, 2)])
-def test_positions_without_a_block_have_no_slot(start: int, end: int) -> None:
-    """A range outside the table is refused, never wrapped."""
-    with pytest.raises(InternalError, match="of a table for 8"):
-        make_table(1, 2).slots(start, end, 4)
 
 
 def test_truncate_returns_what_it_removes_last_first() -> None:
