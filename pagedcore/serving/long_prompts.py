@@ -19,7 +19,7 @@ from pagedcore.requests.input_processor import ProcessedRequest
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.commands import Commands, as_exception, end_sinks
 from pagedcore.serving.stream import OutputSink
-from pagedcore.structured.shares import Shares
+from pagedcore.shares import Shares
 from pagedcore.tokenizer.chat import Chat
 
 LONG_TEXT: Final = 2048

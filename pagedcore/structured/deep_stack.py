@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 from pagedcore.config import limits
 from pagedcore.errors import GrammarsBusy
-from pagedcore.structured.shares import Shares
+from pagedcore.shares import Shares
 
 _T = TypeVar("_T")
 STACK_BYTES: Final = 2**28

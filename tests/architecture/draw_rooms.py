@@ -31,7 +31,8 @@ WORDS: dict[str, str] = {
 }
 #: Of rooms without a folder.
 OWNS = {
-    "ground": "What is said: failures, results, ports, and names that are imported when they are used",
+    "ground": "What is said: failures, results, ports; names that are imported when they are used, and places for work "
+              "of several owners",
     "vocabulary": "What one request wants, and one sequence with its legal moves",
 }
 DOORS = [name for name in WORDS if name.startswith("pagedcore_")]

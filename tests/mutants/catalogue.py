@@ -339,7 +339,7 @@ STRUCTURED = (
     Mutant("An intersection is small.", "pagedcore/structured/grammar_size.py",
            "any(map(_is_search, bodies.values())) or ", "",
            "structured/test_grammar_size.py::test_an_intersection_or_a_complement_is_not_small[~B]"),
-    Mutant("One owner has all threads that compile.", "pagedcore/structured/shares.py",
+    Mutant("One owner has all threads that compile.", "pagedcore/shares.py",
            "max(1, num_places - 1)", "num_places",
            "structured/test_deep_stack.py::test_no_owner_has_all_threads"),
     Mutant("A prompt that was passed over is forgotten.", "pagedcore/serving/long_prompts.py",
