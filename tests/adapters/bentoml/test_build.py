@@ -81,6 +81,7 @@ def test_a_bento_has_pagedcore_its_versions_and_the_model(built: Built) -> None:
     assert {path.name for path in model.iterdir()} == {path.name for path in DEMO_MODEL_DIR.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_built_bento_is_served(built: Built) -> None:
     """With this environment it answers a question from the packed model, whose own directory is gone."""
     with bentoml_serve(built.tag, built.folder) as served:

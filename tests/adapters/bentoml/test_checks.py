@@ -189,6 +189,7 @@ def test_a_path_to_nothing_is_refused_before_any_worker(model: Any) -> None:
         server_on_deployment(create_service(other))
 
 
+@pytest.mark.slow
 def test_a_start_that_fails_in_the_worker_ends_bentoml_serve(tmp_path: Path) -> None:
     """A directory without a model is seen by the worker only: it says so once, no further worker is started, and the
     exit status tells the program that started the service."""

@@ -176,6 +176,7 @@ async def test_probes_metrics_and_log_of_the_real_server(served: Served, http: h
     assert before == 0, served.errors()
 
 
+@pytest.mark.slow
 def test_a_second_service_uses_the_first_by_depends(front: Served) -> None:
     """Answers, streams and refusals pass from the engine's service through another one in a process of its own."""
     question = demo_questions(1, seed=11)[0]
