@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from pagedcore.config import limits
 from pagedcore.config.keywords import refuses_unknown
+from pagedcore.config.strict_json import load_json
 from pagedcore.errors import InvalidGrammar, describe_name, did_you_mean
 
 _BRACKETS: Final = b"()[]{}"
@@ -194,13 +195,9 @@ def _json_schema(name: str, value: Any) -> str:
 def _decoded(text: str) -> Any:
     """Decode JSON; ``None`` for what is none. Safety: the decoder's error holds the text, so it ends here."""
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        return load_json(text, None)
     except (ValueError, RecursionError):
         return None
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(name)
 
 
 def _require_json(name: str, schema: Any) -> None:

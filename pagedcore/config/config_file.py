@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import stat
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from pagedcore.config.limits import MAX_CONFIG_BYTES
+from pagedcore.config.strict_json import load_json
 from pagedcore.errors import InvalidConfig, describe, describe_name
 
 _PLACE: Final = re.compile(r"(at|in) (line \d+,? column \d+|end of document)")
@@ -59,7 +59,7 @@ def _read(path: str | os.PathLike[str]) -> str:
 
 
 def _parse_json(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+    return load_json(text, _without_duplicates)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -69,10 +69,6 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise _refused(f"{describe_name(name)} twice", "each name once")
         found[name] = value
     return found
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(name)
 
 
 def _refused(given: str, limit: str) -> InvalidConfig:

@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 from pagedcore.config.field_rules import BOOLEAN, PRIORITY, FieldRule, integer, matching, one_of
 from pagedcore.config.limits import MAX_COUNT, MAX_LARK_BYTES, MAX_LOGPROBS, MAX_SEED, MAX_SESSION_FILE_BYTES
+from pagedcore.config.strict_json import load_json
 from pagedcore.errors import InvalidRequest, InvalidSessionFile, ModelMismatch
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import ModelFingerprint
@@ -202,9 +203,7 @@ def _read_body(path: Path, max_bytes: int) -> Mapping[str, Any]:
                                      "It follows from the longest context of this engine's model.") from None
         raise
     try:
-        document = json.loads(
-            content.decode(), parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates,
-        )
+        document = load_json(content.decode())
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -221,16 +220,6 @@ def _read_body(path: Path, max_bytes: int) -> Mapping[str, Any]:
         raise InvalidSessionFile("checksum", document["checksum"], "the digest of its own contents",
                                  "The file was changed or damaged; export the session again.")
     return body
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(name)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(values := dict(pairs)) < len(pairs):
-        raise ValueError("duplicate")
-    return values
 
 
 def _field(values: Mapping[str, Any], name: str, rule: FieldRule[_T]) -> _T:

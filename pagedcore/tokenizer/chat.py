@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from pagedcore.config.limits import (
     MAX_TOOLS,
     MAX_TOOLS_LENGTH,
 )
+from pagedcore.config.strict_json import load_json
 from pagedcore.errors import InvalidPrompt, InvalidTools, PromptEmpty, PromptTooLong, describe, describe_name
 from pagedcore.protocols import ChatMessage
 from pagedcore.tokenizer.template_arguments import validate_arguments
@@ -331,17 +332,6 @@ def _arguments(what: str, given: Any) -> tuple[dict[str, Any] | str, int]:
 
 def _parsed(text: str) -> Any:
     try:
-        return json.loads(text or "{}", object_pairs_hook=_unique, parse_constant=_refuse)
+        return load_json(text or "{}")
     except (ValueError, RecursionError):
         return None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    members = dict(pairs)
-    if len(members) != len(pairs):
-        raise ValueError("two members have one name")
-    return members
-
-
-def _refuse(name: str) -> Iterator[None]:
-    raise ValueError(name)
