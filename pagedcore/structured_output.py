@@ -11,18 +11,23 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from pagedcore.config import limits
 from pagedcore.config.keywords import refuses_unknown
 from pagedcore.config.strict_json import load_json
 from pagedcore.errors import InvalidGrammar, describe_name, did_you_mean
 
+if TYPE_CHECKING:
+    from pagedcore.protocols import Constraint
+
 _BRACKETS: Final = b"()[]{}"
 _NO_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in _BRACKETS)
 _RULE: Final = "::="
 INLINE_SCHEMA: Final = re.compile(r"%json\s*(?=\{)")
 """What begins a JSON schema in Lark."""
+WHITESPACE: Final = r"\x20|\x0A\x20{0,16}"
+"""Between the parts of JSON, on one line or indented: bounded, so that a model cannot go on with it for ever."""
 
 
 @dataclass(frozen=True, init=False, kw_only=True, slots=True)
@@ -225,3 +230,20 @@ def _require_json(name: str, schema: Any) -> None:
 
 _CHECKS: Final = {"json_schema": _json_schema, "json_object": lambda _, value: value, "regex": _text,
                   "choice": _choice, "lark": _lark, "ebnf": _ebnf}
+
+
+class CompilesGrammars(Protocol):
+    """What makes constraints of requests' structured output; ``structured.grammars.Grammars`` is the shipped one."""
+
+    def compile(self, wanted: StructuredOutput, owner: bytes = b"") -> Constraint:
+        """Compile what a completion has to look like.
+
+        Args:
+            wanted: by a request.
+            owner: of the request; one owner never keeps all others waiting.
+
+        Raises:
+            InvalidGrammar: it cannot be kept to.
+            GrammarsBusy: the grammars of all requests together take too much.
+            MissingDependency: the library is not installed.
+        """

@@ -29,7 +29,7 @@ from pagedcore.request_options import OPTIONS, RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.infill import Infill, encode_infill, require_no_gap
 from pagedcore.sampling_params import SamplingParams, validate_params
-from pagedcore.structured.grammars import Grammars
+from pagedcore.structured_output import CompilesGrammars
 from pagedcore.tokenizer.chat import Chat, require_continuable, tools_length, uses_tools, validate_chat
 from pagedcore.tokenizer.incremental_text import ShowsSpecialTokens
 from pagedcore.tokenizer.template_arguments import TakesArguments, require_read
@@ -72,7 +72,7 @@ class InputProcessor:
     eos_token_ids: frozenset[int]
     unread_options: Mapping[str, Any] = field(default_factory=dict)
     """Options that the scheduling policy does not look at, with the values that mean nothing."""
-    grammars: Grammars | None = None
+    grammars: CompilesGrammars | None = None
     """Compiles what asks for structured output; ``None``: it is refused."""
     context: Callable[[], object] = lambda: None
     """What a request that is processed at the moment belongs to."""
@@ -146,7 +146,7 @@ class InputProcessor:
         return replace(processed, token_ids=[*known, *processed.token_ids])
 
     def constraint_of(self, params: SamplingParams, owner: bytes = b"") -> Constraint | None:
-        """Compile what a completion has to look like, ``None`` for nothing. Raises as ``Grammars.compile``."""
+        """Compile what a completion has to look like, ``None`` for nothing. Raises as ``CompilesGrammars.compile``."""
         if params.structured is None:
             return None
         if self.grammars is None:

@@ -16,10 +16,8 @@ from pagedcore.config import limits
 from pagedcore.errors import InvalidGrammar
 from pagedcore.structured.grammar_size import size_of_lark, size_of_patterns, size_of_regex
 from pagedcore.structured.schema_rules import kept_exactly
-from pagedcore.structured_output import INLINE_SCHEMA, StructuredOutput
+from pagedcore.structured_output import INLINE_SCHEMA, WHITESPACE, StructuredOutput
 
-WHITESPACE: Final = r"\x20|\x0A\x20{0,16}"
-"""Between the parts of JSON, on one line or indented: bounded, so that a model cannot go on with it for ever."""
 _ESCAPES: Final = 'nrbtf\\"'
 """What may follow a backslash in JSON texts where a character must not have two spellings; all others are written."""
 

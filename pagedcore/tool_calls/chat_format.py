@@ -17,8 +17,7 @@ from pagedcore.errors import InvalidPrompt, InvalidTools, TextFailed
 from pagedcore.outputs import CompletionOutput, Delta
 from pagedcore.protocols import RendersTools
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.structured.grammar_source import WHITESPACE
-from pagedcore.structured_output import StructuredOutput
+from pagedcore.structured_output import WHITESPACE, StructuredOutput
 from pagedcore.tokenizer.chat import Chat
 from pagedcore.tokenizer.incremental_text import IncrementalText, UnsearchedSpan
 from pagedcore.tokenizer.template_arguments import (
