@@ -345,7 +345,7 @@ class Engine(TextVerbs):
         Where all requests wait for company (``min_batch_size``), it sleeps a while, but not longer than they may wait.
         Raises ``EngineClosed`` after ``close()``.
         """
-        return [pending.take_delta() for pending in self._step_or_sleep()]
+        return list(map(PendingOutput.take_delta, self._step_or_sleep()))
 
     def pending_of(self, request: Request) -> list[PendingOutput]:
         """Return what may be pending of each completion of a request; of one that was removed, only how it ended."""
