@@ -307,17 +307,23 @@ async def num_sinks_left(before: int) -> int:
     for _ in range(20):
         if (num_left := num_sinks() - before) <= 0:
             break
+        # Why: garbage that hangs together with what a server's start has left out is collected only so.
+        gc.unfreeze()
         await asyncio.sleep(0.05)
+    gc.freeze()
     return max(0, num_left)
 
 
-@pytest.mark.parametrize("state", STATES)
-async def test_whoever_leaves_in_any_state_by_any_door_leaves_nothing(state: str) -> None:
+@pytest.mark.parametrize(("state", "third"), [
+    pytest.param(state, third, marks=[] if third == place % 3 else [pytest.mark.slow])
+    for place, state in enumerate(STATES) for third in range(3)
+])  # fmt: skip
+async def test_whoever_leaves_in_any_state_by_any_door_leaves_nothing(state: str, third: int) -> None:
     """No request, block, label, task or sink is left, and the neighbours get the tokens that they get alone."""
     before = num_sinks()
     async with gated_house(state) as (opened, backend, finished):
         num_tasks = len(asyncio.all_tasks())
-        for door, kind in cells(state):
+        for door, kind in cells(state)[third::3]:
             visit, neighbours = await visit_until(opened, backend, state, door, kind)
             await leave(visit, kind)
             await asyncio.sleep(0.001)
@@ -343,8 +349,9 @@ CLOSING = {"held": "/batch", "waiting": "submit", "prefilling": "/generate", "de
 @pytest.mark.parametrize("state", STATES)
 async def test_closing_the_engine_in_any_state_ends_every_call(state: str) -> None:
     """Every door's call ends, with its completion, EngineClosed or 503; no thread, task or sink is left."""
-    before, others = num_sinks(), {door for door, _ in cells(state)} - {CLOSING[state]}
+    others = {door for door, _ in cells(state)} - {CLOSING[state]}
     for door in [CLOSING[state], *sorted(others)][: scaled(1)]:
+        before = num_sinks()
         async with gated_house(state) as (opened, backend, _):
             num_tasks = len(asyncio.all_tasks())
             visit, neighbours = await visit_until(opened, backend, state, door, "close")
@@ -364,4 +371,4 @@ async def test_closing_the_engine_in_any_state_ends_every_call(state: str) -> No
             del visit, neighbours, neighbour
             assert not opened.engine.is_alive
             await settle(num_tasks)
-    assert await num_sinks_left(before) == 0
+        assert await num_sinks_left(before) == 0

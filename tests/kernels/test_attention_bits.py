@@ -228,7 +228,6 @@ def test_another_processor_changes_no_bit(is_int8: bool) -> None:
     environment = {
         "PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma",
     }  # fmt: skip
-    program = OTHER_PROCESSOR.replace("IS_INT8", str(is_int8))
-    command = [sys.executable, "-c", program]
+    command = [sys.executable, "-c", OTHER_PROCESSOR.replace("IS_INT8", str(is_int8))]
     answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == digest_of_steps(is_int8=is_int8)

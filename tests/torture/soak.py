@@ -81,6 +81,7 @@ class Soak:
         self._files = iter(range(sys.maxsize))
         self._late_exports: list[Path] = []
         """Exports whose callers were cancelled; a thread may write their files after that."""
+        gc.unfreeze()
         self._num_foreign_sinks = num_sinks()
 
     async def run(self, is_over: Callable[[], bool], num_callers: int = 48) -> None:
@@ -132,6 +133,7 @@ class Soak:
             await session.park("disk")
 
     def _num_own_sinks(self) -> int:
+        gc.unfreeze()  # also what a server that was started meanwhile has left out
         return max(0, num_sinks() - self._num_foreign_sinks)
 
     async def _call(self) -> None:
