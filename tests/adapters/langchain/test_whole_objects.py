@@ -69,7 +69,7 @@ def chat(engine: AsyncEngine) -> ChatPagedCore:
 @pytest.mark.parametrize("schema", [INVOICE, Two])
 async def test_what_is_cut_off_is_an_error_wherever_it_is_cut(chat: ChatPagedCore, schema: Any, method: Any) -> None:
     """Whole, streamed, on a loop and with the raw message; the object that comes out is of a completion that ended."""
-    for max_tokens in (1, 4, 7, 9, 12, 16, 24):
+    for max_tokens in (1, 7, 12, 24):
         how = {"method": method, "max_tokens": max_tokens}
         shown = chat.with_structured_output(schema, include_raw=True, **how).invoke("The amount?")
         is_cut = shown["raw"].response_metadata["finish_reason"] == "length"
