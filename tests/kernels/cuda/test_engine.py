@@ -33,7 +33,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("count", "preemption"), [
-    (2, "auto"), pytest.param(6, "swap", marks=pytest.mark.kernels),
+    (1, "auto"), pytest.param(2, "auto", marks=pytest.mark.kernels), pytest.param(6, "swap", marks=pytest.mark.kernels),
     pytest.param(6, "recompute", marks=pytest.mark.kernels),
 ])
 def test_the_demo_model_answers_on_the_compiled_kernels(
@@ -52,5 +52,5 @@ def test_the_demo_model_answers_on_the_compiled_kernels(
         run(engine)
         answers = [request.output().outputs[0].text for request in requests]
         assert [(q.prompt, a) for q, a in zip(questions, answers, strict=True) if not is_correct(q, a)] == []
-        assert count == 2 or engine.stats().num_preemptions > 0
+        assert count <= 2 or engine.stats().num_preemptions > 0
     assert set(families) >= {"write", "decode", "prefill"}
