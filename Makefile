@@ -31,8 +31,9 @@ export PYTHONDONTWRITEBYTECODE =
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
 
+# A worker for each processor that the system counts: "auto" takes one for two threads of a core.
 test: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
 
 slow: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m slow $(AN_HOUR) $(PYTEST_ARGS)
