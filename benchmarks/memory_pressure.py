@@ -86,6 +86,7 @@ def run(model: str, workload: Workload, mode: str) -> tuple[Run, list[tuple[int,
             engine.step()
         seconds = time.perf_counter() - before
         stats, costs = engine.stats(), engine.scheduler.costs
+        times = costs.steps.times
         done = Run(
             seconds, stats.num_steps, stats.num_computed_tokens, stats.swapped_out_bytes, stats.swapped_in_bytes,
             stats.num_stalled_rows, stats.num_preemptions_by_kind,
@@ -93,7 +94,7 @@ def run(model: str, workload: Workload, mode: str) -> tuple[Run, list[tuple[int,
         block_bytes = stats.kv_bytes // stats.num_blocks
         byte_s = [costs.moves[way].per_unit_s / block_bytes for way in (Direction.OUT, Direction.IN)]
         tokens = [request.output().outputs[0].token_ids for request in requests]
-        return done, tokens, Prices(costs.step.fixed_s, costs.step.per_unit_s, *byte_s)
+        return done, tokens, Prices(times.fixed_s, times.prefill_token_s, *byte_s)
 
 
 Results = dict[str, dict[str, list[Run]]]

@@ -29,12 +29,13 @@ import numpy as np
 from interleaved import markdown
 
 from pagedcore import Engine, SamplingParams
+from pagedcore.analysis.load_simulation.costs import fit_costs
 from pagedcore.engine.builder import build_components
 from pagedcore.errors import EngineOverloaded, InvalidRequest
 from pagedcore.outputs import Interval, Quote
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import EngineStats
-from pagedcore.scheduler.step_time import StepTimeModel, StepTimes, work_of
+from pagedcore.scheduler.step_time import StepTimes, work_of
 
 NOISE: Final = Path(__file__).with_name("step_noise.json")
 TIMES: Final = StepTimes(2e-3, 5e-5, 1e-4, 1e-7)
@@ -235,8 +236,8 @@ def record(seconds: float) -> None:
     steps, rng, cpu_s = list[tuple[int, int, int, float, float]](), random.Random(0), [0.0]
     settings = {"scheduling_policy": "deadline", "max_num_seqs": 16, "num_threads": 1}
     with Engine.from_pretrained("demo", **settings) as engine:
-        queues, end_s = engine.scheduler.queues, time.perf_counter() + seconds
-        before, execute = queues.observe, engine._runner.execute
+        scheduler, end_s = engine.scheduler, time.perf_counter() + seconds
+        before, execute = scheduler.observe, engine._runner.execute
 
         def timed(*given: Any) -> Any:
             start_s = time.thread_time()
@@ -248,7 +249,7 @@ def record(seconds: float) -> None:
             steps.append((*work_of(plan), took_s, cpu_s[0]))
             before(plan, took_s)
 
-        queues.observe, engine._runner.execute = observe, timed  # type: ignore[method-assign]
+        scheduler.observe, engine._runner.execute = observe, timed  # type: ignore[method-assign]
         while time.perf_counter() < end_s:
             if engine.stats().num_waiting < 4:
                 params = SamplingParams(max_tokens=rng.randint(8, 100), ignore_eos=True)
@@ -259,10 +260,8 @@ def record(seconds: float) -> None:
 
 
 def _ratios(steps: list[tuple[Any, ...]], place: int) -> list[float]:
-    model = StepTimeModel(forgetting=1.0)
-    for step in steps:
-        model.observe(*step[:3], step[place])
-    ratios = [step[place] / model.predict(*step[:3]) for step in steps]
+    times = fit_costs([((*step[:3], 0, 0, False), 0, step[place]) for step in steps])
+    ratios = [step[place] / times.seconds(*step[:3]) for step in steps]
     mean = statistics.fmean(ratios)
     spread, largest = statistics.stdev(ratios) / mean, max(ratios) / mean
     print(f"{len(ratios)} steps, standard deviation {spread:.2f}, largest {largest:.1f}")

@@ -14,8 +14,8 @@ import numpy as np
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import assemble
 from pagedcore.protocols import Clock, ModelBackend
-from pagedcore.scheduler.cost_model import Line
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.step_time import StepTimes
 
 _MOST_S: Final = 0.2
 """Seconds after which no further forward begins, nor one that is expected to end later; the very first one aside."""
@@ -51,7 +51,9 @@ def calibrate(
         return
     smallest, largest = min(seconds_of), max(seconds_of)
     per_token_s = max(0.0, (seconds_of[largest] - seconds_of[smallest]) / (largest - smallest))
-    costs.step = Line(max(0.0, seconds_of[smallest] - smallest * per_token_s), per_token_s)
+    fixed_s = max(0.0, seconds_of[smallest] - smallest * per_token_s)
+    # Why: what a decode row costs is not measured here; until a step has shown it, it is any token.
+    costs.steps.times = StepTimes(fixed_s, per_token_s, per_token_s, 0.0)
 
 
 def _timed_forwards(

@@ -414,8 +414,8 @@ class Engine(TextVerbs):
     ) -> Quote:
         """Say when a request would start, have its first token and end if it came now; nothing is accepted.
 
-        From the first quote on, the engine learns what steps cost, how long completions are and how far off its quotes
-        are. For operators and their admission control: an answer shows how much others have to do.
+        From the first quote on, the engine learns how long completions are and how far off its quotes are; what steps
+        cost it knows already. For operators and their admission control: an answer shows how much others have to do.
 
         Args:
             prompt: as for ``add_request``, like ``params`` and ``options``.

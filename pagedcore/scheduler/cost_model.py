@@ -1,7 +1,7 @@
 """The cost of preempting: seconds of moving blocks, of computing them again, of letting a sequence wait.
 
-Begins with measurements at the start and learns from every step (``fixed + tokens * per_token`` seconds) and transfer
-(``fixed + blocks * per_block``), which the engine and ``kv_transfers`` measure.
+Begins with measurements at the start and learns from every step (``step_time``) and transfer (``fixed + blocks *
+per_block`` seconds), which the engine and ``kv_transfers`` measure.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pagedcore.kv_cache.host_cache import Direction
+from pagedcore.scheduler.step_time import StepTimeModel
 
 _FORGETTING: Final = 0.98
 """Weight of the past at each observation: about the last 50 count."""
@@ -67,8 +68,8 @@ class CostModel:
     Invariant: an estimate depends on observations alone, never on the time of asking.
     """
 
-    step: Line = field(default_factory=lambda: Line(2e-3, 2e-4))
-    """Seconds of a step by computed tokens."""
+    steps: StepTimeModel = field(default_factory=StepTimeModel)
+    """Seconds of a step: the one model that policies, quotes and these estimates read."""
     moves: dict[Direction, Line] = field(default_factory=lambda: {way: Line(2e-5, 5e-5) for way in Direction})
     """Seconds of a transfer by blocks, each way."""
     loss_share: float = 0.5
@@ -81,8 +82,9 @@ class CostModel:
         return self.moves[Direction.OUT].seconds(num_out) + self.moves[Direction.IN].seconds(num_in)
 
     def compute_s(self, num_tokens: int) -> float:
-        """Seconds of computing tokens in steps that take place anyway."""
-        return num_tokens * self.step.per_unit_s
+        """Seconds of computing tokens in steps that take place anyway; each is one more position that is read."""
+        times = self.steps.times
+        return num_tokens * self.steps.level * (times.prefill_token_s + times.kv_token_s)
 
     def shrink_s(self, num_lost: int, num_left: int) -> float:
         """Seconds of computing again what is freed of a sequence's end, and what others evict of the rest."""
@@ -103,7 +105,7 @@ class CostModel:
         stalls every ``block_size / num_running`` steps.
         """
         num_stalled = 1 + num_steps * num_running / (2 * block_size)
-        return self.step.fixed_s / num_running * num_steps * num_stalled
+        return self.steps.level * self.steps.times.fixed_s / num_running * num_steps * num_stalled
 
     def score(self, estimated_s: float, actual_s: float) -> None:
         """Note how far off an estimate was."""
@@ -113,19 +115,18 @@ class CostModel:
     def snapshot(self) -> dict[str, Any]:
         """Copy what was learned as plain values."""
         return {
-            "lines": {name: line.snapshot() for name, line in self._lines().items()}, "loss_share": self.loss_share,
+            "steps": self.steps.snapshot(), "moves": {way.value: line.snapshot() for way, line in self.moves.items()},
+            "loss_share": self.loss_share,
             "num_estimates": self.num_estimates, "sum_relative_error": self.sum_relative_error,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Be as it was copied."""
-        for name, line in self._lines().items():
-            line.restore(state["lines"][name])
+        self.steps.restore(state["steps"])
+        for way, line in self.moves.items():
+            line.restore(state["moves"][way.value])
         self.loss_share, self.num_estimates = state["loss_share"], state["num_estimates"]
         self.sum_relative_error = state["sum_relative_error"]
-
-    def _lines(self) -> dict[str, Line]:
-        return {"step": self.step, **{way.value: line for way, line in self.moves.items()}}
 
     @property
     def mean_relative_error(self) -> float:

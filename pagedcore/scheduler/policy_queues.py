@@ -13,7 +13,7 @@ from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.plan_state import PlanningRules
 from pagedcore.scheduler.policies import Policy, fcfs
 from pagedcore.scheduler.policy_view import PolicyView, TenantLedger
-from pagedcore.scheduler.step_time import StepTimeModel, StepTimes
+from pagedcore.scheduler.step_time import FIRST_GUESS, StepTimes
 from pagedcore.scheduler.waiting_queue import PolicyOrder, WaitingQueue
 from pagedcore.sequence import Sequence
 
@@ -42,7 +42,7 @@ class Gatekeeper(Protocol):
 class PolicyQueues:
     """Waiting and running sequences under one policy.
 
-    Invariant: under a static policy the view never changes, and nothing is counted or measured for it.
+    Invariant: under a static policy the view never changes, and nothing is counted for it.
     Invariant: under a dynamic one every key is asked for once in a view, and once more for what comes or starts.
     """
 
@@ -54,8 +54,6 @@ class PolicyQueues:
         self.running = PolicyOrder(self._running_key if is_dynamic else victim_order)
         self.ledger = TenantLedger() if is_dynamic and policy.has_tenants else None
         """``None`` unless a dynamic policy looks at tenants."""
-        self.step_times = StepTimeModel() if is_dynamic else None
-        """``None`` under a static policy."""
         self.observers: list[StepObserver] = []
         self.gatekeeper: Gatekeeper | None = None
         """``None`` unless the policy promises deadlines."""
@@ -64,28 +62,32 @@ class PolicyQueues:
         """What a step may compute so that running requests keep their ``tpot_ms``; ``None``: as much as allowed."""
         self._is_replaced = False
 
-    def renew_view(self, now_s: float, num_blocks_of: Callable[[int], int]) -> None:
-        """Look at the present and order both queues by it."""
-        if self.step_times is None:
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the policy in force looks at a view, which every step renews then."""
+        return self.policy.is_dynamic
+
+    def renew_view(
+        self, now_s: float, num_blocks_of: Callable[[int], int], times: StepTimes = FIRST_GUESS
+    ) -> None:
+        """Look at the present and order both queues by it.
+
+        Args:
+            now_s: on the clock of ``Sequence.arrival_s``.
+            num_blocks_of: blocks of a sequence, by its id.
+            times: what steps cost just now.
+        """
+        if not self.policy.is_dynamic:
             return
         waiting, running = self.waiting.sequences, self.running.sequences
         usage, ahead = ({}, {}) if self.ledger is None else self.ledger.survey(waiting, running, num_blocks_of)
         self.view = PolicyView(
-            self.view.number + 1, now_s, usage, ahead, self.step_times.times, len(running), self._length_share
+            self.view.number + 1, now_s, usage, ahead, times, len(running), self._length_share
         )
         self.waiting.reorder()
         self.running.reorder()
         if self.policy.has_deadlines:
-            self.most_tokens = most_tokens_of(self.running.sequences, self.step_times.times)
-
-    def observe(self, plan: SchedulePlan, seconds: float) -> None:
-        """Learn how long a step took."""
-        if self.step_times is not None:
-            num_decode = sum([row.is_decode for row in plan.rows])
-            num_read = sum([row.end for row in plan.rows])
-            self.step_times.observe(plan.num_tokens - num_decode, num_decode, num_read, seconds)
-        for one in self.observers:
-            one.step_timed(plan, seconds)
+            self.most_tokens = most_tokens_of(self.running.sequences, times)
 
     def bounded(self, rules: PlanningRules, most_tokens: int | None) -> PlanningRules:
         """Return rules with a token budget of ``most_tokens`` and this object's own, as far as there are any."""
@@ -139,7 +141,7 @@ class PolicyQueues:
         # Safety: its message is left out, which may hold what the policy was shown.
         _log.error('scheduling policy %r: its key failed (%s); the engine continues with "fcfs"',
                    self.policy.name, type(failure).__name__)
-        self.policy, self.ledger, self.step_times, self.most_tokens = fcfs(), None, None, None
+        self.policy, self.ledger, self.most_tokens = fcfs(), None, None
         self._is_replaced = True
         return True
 
@@ -148,18 +150,16 @@ class PolicyQueues:
 
         Left out are observers and the gatekeeper, who decides at the door only: whoever was accepted is accepted.
         """
-        if self.step_times is None:
+        if not self.policy.is_dynamic:
             return None
         ledger = self.ledger or TenantLedger()
-        return {"view": self.view.number, "length_share": self._length_share, **self.step_times.snapshot(),
-                **ledger.snapshot()}
+        return {"view": self.view.number, "length_share": self._length_share, **ledger.snapshot()}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Let new queues be as they were copied, save for the sequences in them."""
-        if state is None or self.step_times is None:
+        if state is None or not self.policy.is_dynamic:
             return
         self.view, self._length_share = replace(self.view, number=state["view"]), state["length_share"]
-        self.step_times.restore(state)
         if self.ledger is not None:
             self.ledger.restore(state)
 

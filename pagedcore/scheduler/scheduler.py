@@ -25,6 +25,7 @@ from pagedcore.scheduler.policy_queues import PolicyQueues
 from pagedcore.scheduler.preemption import PreemptionRules
 from pagedcore.scheduler.stats import SchedulerCounters, SchedulerStats
 from pagedcore.scheduler.step_planner import StepPlanner
+from pagedcore.scheduler.step_time import work_of
 from pagedcore.scheduler.swapping import Swapping
 from pagedcore.sequence import Sequence, SequenceStatus
 
@@ -199,7 +200,7 @@ class Scheduler:
         Raises ``InternalError`` if a step is in flight.
         """
         self._require_landed("begin_step")
-        self.queues.renew_view(now_s, self._blocks.num_blocks_of)
+        self.queues.renew_view(now_s, self._blocks.num_blocks_of, self.costs.steps.times_now())
 
     def schedule(self, most_tokens: int | None = None) -> SchedulePlan:
         """Decide the next step, or what has to make room for it. Nothing moves: a second call gives an equal plan.
@@ -255,9 +256,9 @@ class Scheduler:
 
     def observe(self, plan: SchedulePlan, seconds: float) -> None:
         """Learn how long a step took."""
-        self.costs.step.observe(plan.num_tokens, seconds)
-        if self.queues.step_times is not None or self.queues.observers:
-            self.queues.observe(plan, seconds)
+        self.costs.steps.observe(*work_of(plan), seconds)
+        for one in self.queues.observers:
+            one.step_timed(plan, seconds)
 
     def rollback(self, plan: SchedulePlan) -> None:
         """Undo ``reserve``: admitted sequences wait where they waited. Raises ``InternalError`` if not in flight."""

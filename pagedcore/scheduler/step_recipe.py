@@ -83,5 +83,5 @@ def _look_at_the_time(scheduler: Scheduler, host: StepHost[Sampled]) -> None:
     """Open the gate if it is due, and let a dynamic policy see the present."""
     if scheduler.waiting.gated and scheduler.gated_s(host.now()) <= 0.0:
         scheduler.waiting.open_gate()
-    if scheduler.queues.step_times is not None:
+    if scheduler.queues.is_dynamic:
         scheduler.begin_step(host.now())

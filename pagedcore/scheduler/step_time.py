@@ -1,36 +1,40 @@
 """How long a step takes: four costs, learned from the steps that were measured.
 
-``StepTimes`` are the costs, plain numbers to keep; ``StepTimeModel`` learns them while an engine runs, and says how far
-off its predictions were.
+``StepTimes`` are the costs, plain numbers to keep; ``StepTimeModel`` learns them while an engine runs. A scheduler has
+one (``CostModel.steps``), and whoever asks what steps cost asks that one.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
+from collections.abc import Sequence as ListOf
 from dataclasses import astuple, dataclass, fields
 from typing import Any, Final
-
-import numpy as np
-import numpy.typing as npt
 
 from pagedcore.errors import InvalidConfig, describe
 from pagedcore.scheduler.plan import SchedulePlan
 
-_FORGETTING: Final = 0.995
-"""Weight of the past at each step: about the last 200 count."""
+_FORGETTING: Final = 0.998
+"""Weight of the past at each step: about the last 500 say what steps cost, and the level what is different just now.
+Twice to ten times as many make quotes no narrower, and need as many times longer to know a machine that has changed."""
 _DOUBT: Final = 0.8
 """Weight of the past at an outlier: several in a row mean that the machine has changed."""
 _RATE: Final = 0.05
 """Weight of one more error in the spread: about the last 20 count."""
+_LEVEL_RATE: Final = 1.0 / 30.0
+"""Weight of one more step in how slow steps are just now."""
+_MOST_LEVEL: Final = 4.0
+"""A step that stood still for a second says nothing of the next ones: it counts as one of so many times its cost."""
 _FAR: Final = 4.0
 """An error of more than so many spreads is an outlier, and counts as one of so many spreads."""
 _NUM_FIRST: Final = 16
-"""Steps at the start that are taken as they are, because nothing is known to compare them with."""
-_NUM_AT_ONCE: Final = 64
-"""Steps at the start each of which corrects the costs; from then on every eighth does."""
-Floats = npt.NDArray[np.float64]
+"""Steps at the start that are taken as they are, because nothing is known to compare them with, and each of which
+corrects the costs."""
+_SOLVED_EVERY: Final = 32
+"""From then on the costs are corrected after so many steps, because to solve for them takes longer than to learn."""
+_RIDGE: Final = 1e-6
+"""Share of what is known in what is solved for: it decides where the steps do not."""
 _LEAST_S: Final = 1e-9
 _MOST_S: Final = 1e5
 
@@ -74,22 +78,23 @@ class StepTimeModel:
     tell apart stay what they were, so that an hour of decoding does not wipe out what a prompt costs.
 
     Invariant: no cost is negative, and so no prediction is.
+    Invariant: the costs depend on observations alone, never on the time of asking.
     Invariant: memory and the time of a call do not grow with the number of steps.
 
     Args:
         times: the first guess.
-        forgetting: weight of the past at each step; 1 learns from all steps alike.
     """
 
-    def __init__(self, times: StepTimes = FIRST_GUESS, *, forgetting: float = _FORGETTING) -> None:
+    def __init__(self, times: StepTimes = FIRST_GUESS) -> None:
         self.times = times
         """The costs as they are known now."""
         self.num_observed = 0
-        self.errors: deque[float] = deque(maxlen=256)
-        """Of the latest predictions: actual over predicted seconds, minus 1."""
-        self._forgetting, self._spread = forgetting, 1.0
-        # Sums of products of (1, prefill tokens, decode rows, KV tokens, seconds), each step over its seconds.
-        self._moments = np.zeros((5, 5))
+        self.level = 1.0
+        """How slow the latest steps were: about the last thirty, over what they cost usually."""
+        self._spread = 1.0
+        # Sums of the products of all pairs of (1, prefill tokens, decode rows, KV tokens, seconds) but the last pair,
+        # each step over its seconds.
+        self._sums = (0.0,) * 14
 
     def observe(self, prefill_tokens: int, decode_rows: int, kv_tokens: int, seconds: float) -> None:
         """Learn that a step took so long; one that took no time, on a clock that stands still, or a day is left out.
@@ -103,76 +108,95 @@ class StepTimeModel:
         if not _LEAST_S <= seconds <= _MOST_S:
             return
         self.num_observed += 1
-        expected_s = max(self.predict(prefill_tokens, decode_rows, kv_tokens), _LEAST_S)
-        error = seconds / expected_s - 1.0
-        self.errors.append(error)
-        most, weight = _FAR * self._spread, self._forgetting
+        expected_s = max(self.times.seconds(prefill_tokens, decode_rows, kv_tokens), _LEAST_S)
+        error, kept = seconds / expected_s - 1.0, _FORGETTING
+        far, most = abs(error), _FAR * self._spread
         if self.num_observed <= _NUM_FIRST:
             expected_s = seconds
-        elif abs(error) > most:
-            error, weight = math.copysign(most, error), _DOUBT
-            seconds = max(0.0, expected_s * (1.0 + error))
-        self._spread = max(0.01, self._spread + _RATE * (min(abs(error), most) - self._spread))
-        row = np.array((1.0, prefill_tokens, decode_rows, kv_tokens, seconds)) / expected_s
-        self._moments *= weight
-        self._moments += row[:, None] * row
-        if self.num_observed <= _NUM_AT_ONCE or self.num_observed % 8 == 0:
+        else:
+            ratio = min(_MOST_LEVEL, max(1.0 / _MOST_LEVEL, seconds / expected_s))
+            self.level += _LEVEL_RATE * (ratio - self.level)
+            if far > most:
+                seconds, kept = expected_s * max(0.0, 1.0 + math.copysign(most, error)), _DOUBT
+        self._spread = max(0.01, self._spread + _RATE * (min(far, most) - self._spread))
+        # Why plain numbers: this is part of every step, and takes a fifth of the time of an outer product in NumPy.
+        one = 1.0 / (expected_s * expected_s)
+        by_p, by_d, by_k = one * prefill_tokens, one * decode_rows, one * kv_tokens
+        oo, op, od, ok, os, pp, pd, pk, ps, dd, dk, ds, kk, ks = self._sums
+        self._sums = (
+            kept * oo + one, kept * op + by_p, kept * od + by_d, kept * ok + by_k, kept * os + one * seconds,
+            kept * pp + by_p * prefill_tokens, kept * pd + by_p * decode_rows, kept * pk + by_p * kv_tokens,
+            kept * ps + by_p * seconds, kept * dd + by_d * decode_rows, kept * dk + by_d * kv_tokens,
+            kept * ds + by_d * seconds, kept * kk + by_k * kv_tokens, kept * ks + by_k * seconds,
+        )
+        if self.num_observed <= _NUM_FIRST or self.num_observed % _SOLVED_EVERY == 0:
             self._solve()
 
     def predict(self, prefill_tokens: float, decode_rows: float, kv_tokens: float) -> float:
         """Return the seconds that a step will take; arguments as ``observe``."""
         return self.times.seconds(prefill_tokens, decode_rows, kv_tokens)
 
-    def interval(
-        self, prefill_tokens: float, decode_rows: float, kv_tokens: float, share: float = 0.95
-    ) -> tuple[float, float]:
-        """Return bounds (low, high) in seconds that held for at least this share of the latest steps.
-
-        Before 20 steps were observed the bounds are 0 and twice the prediction; the latter grows with the worst error.
-        """
-        seconds, errors = self.predict(prefill_tokens, decode_rows, kv_tokens), sorted(self.errors)
-        if len(errors) < 20:
-            return 0.0, seconds * (2.0 + max([0.0, *errors]))
-        outside = int((1.0 - share) / 2 * len(errors))
-        return seconds * (1.0 + errors[outside]), seconds * (1.0 + errors[-1 - outside])
+    def times_now(self) -> StepTimes:
+        """Return the costs as they are just now: all of them as much slower as the latest steps were."""
+        level, times = self.level, self.times
+        return StepTimes(level * times.fixed_s, level * times.prefill_token_s, level * times.decode_row_s,
+                         level * times.kv_token_s)
 
     def snapshot(self) -> dict[str, Any]:
         """Copy what was learned as plain values."""
-        return {
-            "times": list(astuple(self.times)), "num_observed": self.num_observed, "errors": list(self.errors),
-            "spread": self._spread, "moments": self._moments.tolist(),
-        }
+        return {"times": list(astuple(self.times)), "num_observed": self.num_observed, "level": self.level,
+                "spread": self._spread, "sums": list(self._sums)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Let a new model be as it was copied."""
+        """Be as it was copied."""
         self.times, self.num_observed = StepTimes(*state["times"]), state["num_observed"]
-        self.errors.extend(state["errors"])
-        self._spread, self._moments = state["spread"], np.array(state["moments"])
+        self.level, self._spread, self._sums = state["level"], state["spread"], tuple(state["sums"])
 
     def _solve(self) -> None:
-        sums = self._moments
+        oo, op, od, ok, os, pp, pd, pk, ps, dd, dk, ds, kk, ks = self._sums
+        products, right = ((oo, op, od, ok), (op, pp, pd, pk), (od, pd, dd, dk), (ok, pk, dk, kk)), (os, ps, ds, ks)
         # Why: columns differ by powers of ten; scaled, one small ridge is right for all of them.
-        scale = np.sqrt(np.maximum(sums.diagonal()[:4], 1e-300))
-        products, known = sums[:4, :4] / scale[:, None] / scale, np.array(astuple(self.times)) * scale
-        products += 1e-6 * np.eye(4)
-        right = sums[:4, 4] / scale + 1e-6 * known
-        self.times = StepTimes(*(non_negative(products, right) / scale).tolist())
+        scale = [math.sqrt(max(products[place][place], 1e-300)) for place in range(4)]
+        known = astuple(self.times)
+        scaled = [[products[row][place] / (scale[row] * scale[place]) + _RIDGE * (row == place) for place in range(4)]
+                  for row in range(4)]
+        aims = [one / a + _RIDGE * was * a for one, was, a in zip(right, known, scale, strict=True)]
+        self.times = StepTimes(*[one / a for one, a in zip(non_negative(scaled, aims), scale, strict=True)])
 
 
-def non_negative(products: Floats, right: Floats) -> Floats:
+def non_negative(products: ListOf[ListOf[float]], right: ListOf[float]) -> list[float]:
     """Solve least squares for numbers that are not negative, from the sums of products ``products @ x = right``."""
-    solved, kept = np.zeros(len(right)), list(range(len(right)))
+    solved, kept = [0.0] * len(right), list(range(len(right)))
     # Active sets: the most negative one becomes 0, and the others are solved for anew.
     while kept:
-        solution = np.linalg.solve(products[np.ix_(kept, kept)], right[kept])
-        if solution.min() >= 0.0:
-            solved[kept] = solution
+        solution = _solution([[*[products[row][place] for place in kept], right[row]] for row in kept])
+        if min(solution) >= 0.0:
+            for place, one in zip(kept, solution, strict=True):
+                solved[place] = one
             break
-        del kept[int(solution.argmin())]
+        del kept[solution.index(min(solution))]
     return solved
+
+
+def _solution(rows: list[list[float]]) -> list[float]:
+    """Solve linear equations, each with its right side behind; no pivots, as for sums of products none are needed."""
+    num = len(rows)
+    for place, pivot in enumerate(rows):
+        for row in rows[place + 1 :]:
+            factor = row[place] / pivot[place]
+            for column in range(place + 1, num + 1):
+                row[column] -= factor * pivot[column]
+    solution = [0.0] * num
+    for place in range(num - 1, -1, -1):
+        row = rows[place]
+        solution[place] = (row[num] - sum([row[one] * solution[one] for one in range(place + 1, num)])) / row[place]
+    return solution
 
 
 def work_of(plan: SchedulePlan) -> tuple[int, int, int]:
     """Return a step's prefill tokens, decode rows and KV tokens: the arguments of ``observe`` and ``predict``."""
-    num_decode = sum([row.is_decode for row in plan.rows])
-    return plan.num_tokens - num_decode, num_decode, sum([row.end for row in plan.rows])
+    num_decode = num_kv = 0
+    for row in plan.rows:
+        num_kv += row.end
+        num_decode += row.num_tokens == 1 and row.is_decode
+    return plan.num_tokens - num_decode, num_decode, num_kv

@@ -48,7 +48,7 @@ def test_a_step_is_known_before_the_first_one(fixed_s: float, token_s: float) ->
     """Whatever a forward costs, the first decision is made with estimates within a hundredth of the truth."""
     costs = make(TimedBackend(fixed_s, token_s)).scheduler.costs
     for num_tokens in (2, 16, 64):
-        assert costs.step.seconds(num_tokens) == pytest.approx(fixed_s + num_tokens * token_s, rel=0.01)
+        assert costs.steps.predict(num_tokens, 0, num_tokens) == pytest.approx(fixed_s + num_tokens * token_s, rel=0.01)
 
 
 @pytest.mark.parametrize(("fixed_s", "token_s"), [(0.03, 1e-4), (0.04, 1e-3)])
@@ -56,13 +56,13 @@ def test_a_step_that_takes_long_whatever_its_tokens_is_known_too(fixed_s: float,
     """A large model takes tens of milliseconds for two tokens and hardly more for eight: that is enough to know it."""
     costs = make(TimedBackend(fixed_s, token_s)).scheduler.costs
     for num_tokens in (2, 16, 64):
-        assert costs.step.seconds(num_tokens) == pytest.approx(fixed_s + num_tokens * token_s, rel=0.01)
+        assert costs.steps.predict(num_tokens, 0, num_tokens) == pytest.approx(fixed_s + num_tokens * token_s, rel=0.01)
 
 
 def test_the_first_forward_of_all_may_take_long() -> None:
     """Kernels that are loaded in it, and memory that is touched, neither end the measurement nor are learned from."""
     costs = make(TimedBackend(2e-3, 1e-4, lambda number: 1000.0 if number == 0 else 1.0)).scheduler.costs
-    assert costs.step.seconds(16) == pytest.approx(3.6e-3, rel=0.01)
+    assert costs.steps.predict(16, 0, 16) == pytest.approx(3.6e-3, rel=0.01)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -71,7 +71,7 @@ def test_a_busy_machine_is_seen_through(seed: int) -> None:
     rng = random.Random(seed)
     slow = [rng.choice([1.0, 3.0]) for _ in range(64)]
     costs = make(TimedBackend(1e-3, 1e-4, slow.__getitem__)).scheduler.costs
-    assert costs.step.seconds(32) == pytest.approx(4.2e-3, rel=0.01)
+    assert costs.steps.predict(32, 0, 32) == pytest.approx(4.2e-3, rel=0.01)
 
 
 def test_nobody_notices() -> None:
@@ -111,7 +111,7 @@ def test_small_engines_are_measured_within_their_bounds(settings: dict[str, Any]
     backend = TimedBackend(1e-3, 1e-3)
     engine = make(backend, **settings)
     assert backend.num_steps > 0
-    assert engine.scheduler.costs.step.seconds(2) == pytest.approx(3e-3, rel=0.01)
+    assert engine.scheduler.costs.steps.predict(2, 0, 2) == pytest.approx(3e-3, rel=0.01)
 
 
 def test_a_model_that_fails_is_left_for_its_first_step() -> None:

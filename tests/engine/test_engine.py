@@ -339,7 +339,7 @@ def test_ctrl_c_between_the_lines_of_a_step_rolls_it_back(place: str, monkeypatc
     """Wherever it comes between the reservation and the commit: no block is lost, and the same requests complete."""
     engine = make_engine()
     owners = {"note_started": engine._outputs, "copy": engine._transfers, "execute": engine._runner,
-              "observe": type(engine.scheduler.costs.step)}
+              "observe": engine.scheduler.costs.steps}
     owner, real = owners[place], getattr(owners[place], place)
 
     def interrupted(*arguments: object) -> None:

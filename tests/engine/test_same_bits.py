@@ -27,6 +27,7 @@ from pagedcore.outputs import CompletionOutput
 from pagedcore.protocols import LinearFactory
 from pagedcore.requests.candidate_groups import SEED_RANGE, SEED_STRIDE
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler.step_time import StepTimes
 from pagedcore.sessions.session import Session
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from support.doubles import FakeClock
@@ -98,6 +99,8 @@ def lab_of(backend: TransformersModel, **settings: Any) -> Iterator[Lab]:
     with Engine(build_components(backend, **{**defaults, **settings}), clock) as engine:
         recorder = Recorder(engine._runner.backend)
         engine._runner.backend = recorder  # type: ignore[assignment]
+        # Why: transfers take no time on this clock. If steps seemed to, blocks would be kept that the ways below lose.
+        engine.scheduler.costs.steps.times = StepTimes(0.0, 0.0, 0.0, 0.0)
         yield Lab(engine, recorder, clock)
         for session in list(engine.sessions):
             session.close()

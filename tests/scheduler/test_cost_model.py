@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from pagedcore.kv_cache.host_cache import Direction
 from pagedcore.scheduler.cost_model import CostModel, Line
+from pagedcore.scheduler.step_time import StepTimeModel, StepTimes
 
 SECONDS = st.floats(0, 100, allow_nan=False)
 
@@ -60,10 +61,11 @@ def test_one_odd_measurement_does_not_replace_the_first_guess() -> None:
 
 
 def test_swapping_costs_both_ways_and_computing_only_its_tokens() -> None:
-    """The sums are those of the lines: out and back, and tokens in steps that take place anyway."""
-    costs = CostModel(Line(0.1, 0.01), {Direction.OUT: Line(0.0, 1.0), Direction.IN: Line(0.0, 2.0)})
+    """Out and back by the lines; tokens and the positions they are read at, in steps that take place anyway."""
+    steps = StepTimeModel(StepTimes(0.1, 0.01, 0.02, 0.001))
+    costs = CostModel(steps, {Direction.OUT: Line(0.0, 1.0), Direction.IN: Line(0.0, 2.0)})
     assert costs.swap_s(3, 4) == pytest.approx(3 + 8)
-    assert costs.compute_s(5) == pytest.approx(0.05)
+    assert costs.compute_s(5) == pytest.approx(0.055)
     assert costs.compute_s(0) == 0
 
 
@@ -77,7 +79,7 @@ def test_waiting_costs_more_the_longer_and_less_the_more_others_run() -> None:
 
 def test_what_shrinking_loses_is_learned() -> None:
     """A tail costs its tokens; the rest costs the share of it that was gone the last times."""
-    costs = CostModel(Line(0.0, 0.01))
+    costs = CostModel(StepTimeModel(StepTimes(0.0, 0.01, 0.0, 0.0)))
     for share in (1.0, 0.0):
         for _ in range(40):
             costs.observe_loss(share)

@@ -9,6 +9,7 @@ import pytest
 from pagedcore.kv_cache.host_cache import Direction, Transfer
 from pagedcore.scheduler.cost_model import Line
 from pagedcore.scheduler.step_recipe import run_step
+from pagedcore.scheduler.step_time import StepTimes
 from pagedcore.sequence import Sequence
 from support.doubles import StandingHost, make_scheduler, make_sequence
 
@@ -23,7 +24,7 @@ class Priced(StandingHost):
     def __init__(self, block_s: float, mode: str = "auto") -> None:
         self.block_s = block_s
         super().__init__(make_scheduler(NUM_BLOCKS, BLOCK_TOKENS, num_host_blocks=256, preemption=mode))
-        self.scheduler.costs.step = Line(0.0, TOKEN_S)
+        self.scheduler.costs.steps.times = StepTimes(0.0, TOKEN_S, TOKEN_S, 0.0)
         self.change_price(block_s)
 
     def change_price(self, block_s: float) -> None:

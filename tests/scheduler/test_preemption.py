@@ -10,6 +10,7 @@ from pagedcore.kv_cache.host_cache import Direction
 from pagedcore.scheduler.cost_model import CostModel, Line
 from pagedcore.scheduler.plan import Preemption, PreemptionKind
 from pagedcore.scheduler.preemption import MAX_PREEMPTIONS, PreemptionRules, Victim
+from pagedcore.scheduler.step_time import StepTimeModel, StepTimes
 from support.doubles import make_sequence
 
 SWAP, SHRINK, RECOMPUTE = PreemptionKind.SWAP, PreemptionKind.SHRINK, PreemptionKind.RECOMPUTE
@@ -18,7 +19,7 @@ SWAP, SHRINK, RECOMPUTE = PreemptionKind.SWAP, PreemptionKind.SHRINK, Preemption
 def rules(mode: str = "auto", *, block_s: float = 1.0, token_s: float = 1.0, step_s: float = 1.0) -> PreemptionRules:
     """Rules with blocks of 2 tokens and prices: of a block moved one way, of a token, of the fixed part of a step."""
     moves = {direction: Line(0.0, block_s) for direction in Direction}
-    return PreemptionRules(mode, CostModel(Line(step_s, token_s), moves), 2)
+    return PreemptionRules(mode, CostModel(StepTimeModel(StepTimes(step_s, token_s, token_s, 0.0)), moves), 2)
 
 
 def victim(num_blocks: int, *, on_host: int | None = None, num_preemptions: int = 0) -> Victim:

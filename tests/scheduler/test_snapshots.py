@@ -68,7 +68,7 @@ LEFT_OUT: dict[type, dict[str, str]] = {
     PolicyView: {},
     TenantUsage: {},
     TenantLedger: {},
-    StepTimeModel: {"_forgetting": SETTING},
+    StepTimeModel: {},
     StepTimes: {},
     SchedulerCounters: {},
     Swapping: dict.fromkeys(("_kv_cache", "_blocks", "_host", "_running", "_waiting", "_counters", "_rules"), WIRING),
@@ -110,7 +110,7 @@ class Look:
             case Transfer() if value.transfer_id in self._late:
                 # Why: what is copied late is not used, so nobody knows what it is.
                 value = replace(value, moves=tuple([one._replace(content=None) for one in value.moves]))
-            case PolicyQueues() if value.step_times is None:
+            case PolicyQueues() if not value.is_dynamic:
                 # Why: what is learned of lengths is for views, and a static policy has none.
                 value = copy(value)
                 value._length_share = 1.0
@@ -159,6 +159,7 @@ def make_unusual(scheduler: Scheduler) -> None:
         one.seed, one.is_in_session, one.is_adjusted, one.num_logprobs, one.score = 7, True, True, 2, -1.5
         one.finish_reason, one.options = "abort", replace(one.options, ttft_ms=5.0, tpot_ms=9.0)
     scheduler.waiting.gated = {one.sequence_id for one in scheduler.waiting.never_started()}
+    scheduler.costs.loss_share = 0.25
     moves.due, moves.parked = list(scheduler.kv_cache.host.in_flight.values()), {10**6}
     for decision in moves._open.values():
         decision.actual_s = 0.25

@@ -483,8 +483,7 @@ class Simulation:
             self._fail(plan)
             return
         seconds = self.rng.random()
-        self.scheduler.costs.step.observe(plan.num_tokens, seconds)
-        self.scheduler.queues.observe(plan, seconds)
+        self.scheduler.observe(plan, seconds)
         sampled = [row.sequence for row in rows if row.is_sampled]
         tokens = dict(zip((s.sequence_id for s in sampled), logits.argmax(axis=1).tolist(), strict=True))
         if sampled and self._has_fault(0.05):

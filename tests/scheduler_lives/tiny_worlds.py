@@ -249,10 +249,8 @@ class Life:
 
     def _learn(self, _: int) -> None:
         """Measurements have changed what steps are thought to take."""
-        times = self.scheduler.queues.step_times
-        assert times is not None
         self.estimate = 1 + self.estimate % len(self.policy.estimates)
-        times.times = self.policy.estimates[self.estimate - 1]
+        self.scheduler.costs.steps.times = self.policy.estimates[self.estimate - 1]
 
     def plan(self) -> SchedulePlan:
         """Decide the next step, with all the room made that it asks for."""

@@ -96,7 +96,8 @@ def fit_costs(steps: ListOf[Step]) -> LoadTimes:
         rows = work * weights[:, None]
         scale = np.sqrt(np.maximum((rows * rows).sum(0), 1e-300))
         products = (rows / scale).T @ (rows / scale) + 1e-9 * np.eye(work.shape[1])
-        costs = non_negative(products, (rows / scale).T @ (seconds * weights)) / scale
+        right = (rows / scale).T @ (seconds * weights)
+        costs = np.array(non_negative(products.tolist(), right.tolist())) / scale
         expected = np.maximum(work @ costs, 1e-9)
         errors = np.abs(seconds / expected - 1.0)
         weights = expected ** -0.5 / np.sqrt(np.maximum(1.0, errors / max(_FAR * float(np.median(errors)), 1e-9)))

@@ -129,7 +129,7 @@ class Replica:
         components = build_components(model, config=config)
         self.number, self.now_s, self.timeline = number, 0.0, Timeline()
         self.scheduler = components.scheduler
-        is_static = self.scheduler.queues.step_times is None
+        is_static = not self.scheduler.queues.is_dynamic
         self.jumps = config.phases == "mixed" and config.eviction_policy != "fifo" and is_static
         """Whether equal steps are committed together."""
         self.busy_s = self.position_seconds = 0.0
@@ -301,7 +301,7 @@ class Replica:
         while steps < num_steps and self.now_s < until_s:
             before_s = self.now_s
             self._pass(0, num_rows, num_kv + steps * num_rows, num_rows)
-            self.scheduler.costs.step.observe(num_rows, self.now_s - before_s)
+            self.scheduler.costs.steps.observe(0, num_rows, num_kv + steps * num_rows, self.now_s - before_s)
             if steps:
                 line.interval_s.append(self.now_s - before_s)
                 line.interval_count.append(num_rows)

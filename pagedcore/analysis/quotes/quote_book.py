@@ -2,7 +2,7 @@
 
 One plan of the present, then a forecast in closed form (``forecast``). The engine quotes requests that it accepts to
 itself; how far off these quotes were is what the intervals of later ones are made of (``Errors``). None of this runs
-before the first quote is asked for.
+before the first quote is asked for; what steps cost, the scheduler has learned by then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.policy_queues import least_tokens
 from pagedcore.scheduler.step_planner import StepPlanner
-from pagedcore.scheduler.step_time import StepTimeModel, StepTimes, work_of
+from pagedcore.scheduler.step_time import work_of
 from pagedcore.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -54,13 +54,8 @@ _FIRST_OUTSIDE: Final = 0.025
 _LEAST_OUTSIDE: Final = 0.005
 _MOST_OUTSIDE: Final = 0.15
 _NORMAL: Final = NormalDist()
-_LEVEL_RATE: Final = 1.0 / 30.0
-"""Weight of one more step in how slow steps are just now."""
-_MOST_LEVEL: Final = 4.0
 _DOUBT: Final = 0.6
 """Sum of squares that levels must exceed before forecasts follow them by more than half of what they seem to say."""
-_FORGETTING: Final = 0.9998
-"""Weight of the past at each step: about the last 5,000 say what steps cost, and levels what is different just now."""
 _NUM_FIRST_STEPS: Final = 64
 _NUM_LENGTHS: Final = 2000
 _RATE: Final = 0.002
@@ -148,12 +143,9 @@ class QuoteBook(EngineObserver):
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
-        line, self._scheduler = scheduler.costs.step, scheduler
-        guess = StepTimes(line.fixed_s, line.per_unit_s, line.per_unit_s, 0.0)
-        self.model = StepTimeModel(guess, forgetting=_FORGETTING)
+        self._scheduler, self.model = scheduler, scheduler.costs.steps
         self.usual_s = 0.0
         """What a step takes on average lately."""
-        self._level = 1.0
         self.num_quotes = self.num_held = 0
         """Own quotes whose requests have ended, and those of them whose end lay in the interval."""
         self.num_operations = 0
@@ -165,12 +157,7 @@ class QuoteBook(EngineObserver):
         self._watched: dict[str, Watched] = {}
 
     def step_timed(self, plan: SchedulePlan, seconds: float) -> None:
-        """Learn how long a step took."""
-        work = work_of(plan)
-        ratio = seconds / max(self.model.predict(*work), 1e-9)
-        # Why bounds: a step that stood still for a second says nothing of the next ones.
-        self._level += _LEVEL_RATE * (min(_MOST_LEVEL, max(1.0 / _MOST_LEVEL, ratio)) - self._level)
-        self.model.observe(*work, seconds)
+        """Learn how long steps are; what they cost by their work, the scheduler's model learns."""
         self.usual_s += (_RATE if self.usual_s else 1.0) * (seconds - self.usual_s)
 
     def completion_ended(self, sequence: Sequence) -> None:
@@ -305,7 +292,7 @@ class QuoteBook(EngineObserver):
     @property
     def level(self) -> float:
         """How slow the latest steps were beside what they cost usually, as a logarithm."""
-        return math.log(self._level)
+        return math.log(self.model.level)
 
     @property
     def unit_s(self) -> float:

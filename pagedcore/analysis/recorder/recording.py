@@ -26,9 +26,8 @@ from pagedcore.kv_cache.block_hash import BlockHasher
 from pagedcore.sessions.session_file import params_as_mapping
 
 FORMAT: Final = "pagedcore recording"
-VERSION: Final = 3
-_READ: Final = (2, VERSION)
-"""Files of version 2 are the same, without what was refused."""
+VERSION: Final = 4
+"""Files of earlier versions were decided by other estimates of what steps cost, and cannot be decided again."""
 _MOST_REFUSED: Final = 2**53
 MAX_FILE_BYTES: Final = 256 * 2**20
 MAX_TEXT_BYTES: Final = 1024 * 2**20
@@ -231,8 +230,8 @@ def _parse(lines: Iterator[bytes]) -> Recording:
     header = json.loads(next(lines, b"{}"))
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise RecordingError("the file is none")
-    if header.get("version") not in _READ:
-        raise RecordingError(f"the file is not of version {_READ[0]} to {VERSION}, which this pagedcore reads")
+    if header.get("version") != VERSION:
+        raise RecordingError(f"the file is not of version {VERSION}, which this pagedcore reads")
     recording = Recording(header, decode(json.loads(next(lines, b"[]"))))
     for line in lines:
         value = json.loads(line)

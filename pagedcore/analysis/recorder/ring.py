@@ -20,7 +20,6 @@ from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.protocols import Clock
 from pagedcore.requests.candidate_groups import Branch, CandidateGroup, CandidateGroups
 from pagedcore.requests.request import Request
-from pagedcore.scheduler.cost_model import Line
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
@@ -77,7 +76,8 @@ class FlightRecorder:
                 setattr(owner, name, partial(self._call, name, getattr(owner, name)))
         for owner, count in ((scheduler, lambda _: 1), (scheduler.waiting, int)):
             setattr(owner, "require_room", partial(self._ask, owner.require_room, count))  # noqa: B010  (as above)
-        scheduler.costs.step = _TappedLine(scheduler.costs.step, self)
+        steps = scheduler.costs.steps
+        setattr(steps, "observe", partial(self._observe, steps.observe))  # noqa: B010  (as above)
 
     def require_owner(self) -> None:
         """Raise ``ForkedProcess`` in a fork, whose parent writes its own recordings."""
@@ -119,16 +119,12 @@ class FlightRecorder:
         self._owners.update(dict.fromkeys(numbers, request.request_id))
         self._note("request", (request.request_id, numbers), None)
 
-    def observe_step(self, num_tokens: float, seconds: float) -> None:
-        """Note how long a step took."""
-        self._note("observe", (num_tokens, seconds), None)
-
     def _call(self, name: str, method: Callable[..., Any], *given: Any, **options: Any) -> Any:
         if self._is_inside:
             # Why: the verb that calls this one is recorded, and a replay makes the same call.
             return method(*given, **options)
         # Why not a full one before sequences are added: a further turn has changed its sequence by then.
-        first = "schedule" if self._scheduler.queues.step_times is None else "begin_step"
+        first = "begin_step" if self._scheduler.queues.is_dynamic else "schedule"
         may_begin = name == first or (name == "add_sequences" and self._needs_base)
         if may_begin and self._scheduler.has_landed:
             self._begin_segment_if_due()
@@ -169,6 +165,10 @@ class FlightRecorder:
             raise
         finally:
             self._is_inside = False
+
+    def _observe(self, observe: Callable[..., None], *given: Any) -> None:
+        observe(*given)
+        self._note("observe", given, None)
 
     def _note_refusal(self, error: PagedcoreError, num_sequences: int) -> None:
         """Note how many sequences were turned away, by error."""
@@ -255,19 +255,6 @@ class FlightRecorder:
             segment.num_bytes += 24 * (len(arguments[0]) + len(arguments[1]))
         elif name == "commit":
             segment.num_bytes += 24 * len(arguments[0])
-
-
-class _TappedLine(Line):
-    """The line of a scheduler's step times; a recorder learns of what it learns."""
-
-    def __init__(self, line: Line, recorder: FlightRecorder) -> None:
-        self._recorder = recorder
-        self.restore(line.snapshot())
-
-    def observe(self, count: float, seconds: float) -> None:
-        """Learn that ``count`` units took this long."""
-        super().observe(count, seconds)
-        self._recorder.observe_step(count, seconds)
 
 
 def decision_of(name: str, result: Any) -> Any:

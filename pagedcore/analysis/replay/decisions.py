@@ -165,9 +165,7 @@ class SegmentReplay:
             case "in_session":
                 self.sequences[given[0]].is_in_session = True
             case "observe":
-                self.scheduler.costs.step.observe(*given)
-                if self.plan is not None and self.plan.rows:
-                    self.scheduler.queues.observe(self.plan, given[1])
+                self.scheduler.costs.steps.observe(*given)
             case "begin_step":
                 self.scheduler.begin_step(*given)
             case "request" | "beams" | "refused":

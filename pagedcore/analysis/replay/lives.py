@@ -11,7 +11,8 @@ from typing import Any, Final
 from pagedcore.analysis.recorder.recording import Recording
 from pagedcore.analysis.replay.decisions import begin
 from pagedcore.outputs import FinishReason
-from pagedcore.scheduler.cost_model import CostModel, Line
+from pagedcore.scheduler.cost_model import CostModel
+from pagedcore.scheduler.step_time import StepTimeModel, StepTimes
 
 _MOST_TYPICAL: Final = 20.0
 
@@ -156,10 +157,10 @@ def learnt_costs(recording: Recording) -> CostModel:
     """Return the cost model that the recording begins with, taught by the recorded steps."""
     scheduler, _ = begin(recording.segments[0])
     steps = [given for segment in recording.segments for _, verb, given, _ in segment["events"] if verb == "observe"]
-    typical_s = median(seconds for _, seconds in steps) if steps else 0.0
-    scheduler.costs.step = Line(typical_s, 0.0)
-    for num_tokens, seconds in steps:
+    typical_s = median(seconds for *_, seconds in steps) if steps else 0.0
+    scheduler.costs.steps = StepTimeModel(StepTimes(typical_s, 0.0, 0.0, 0.0))
+    for prefill_tokens, decode_rows, kv_tokens, seconds in steps:
         # Why not all: a step in which kernels were compiled says nothing of others.
         if seconds <= _MOST_TYPICAL * typical_s:
-            scheduler.costs.step.observe(num_tokens, seconds)
+            scheduler.costs.steps.observe(prefill_tokens, decode_rows, kv_tokens, seconds)
     return scheduler.costs
