@@ -114,6 +114,7 @@ async def test_a_client_cannot_pretend_to_be_the_service(request: pytest.Fixture
             assert answer.status_code == 200
 
 
+@pytest.mark.slow
 def test_a_service_in_front_names_the_tenant() -> None:
     """What ``depends`` sends has no headers: the salt that it names is the tenant's, and without one it is refused."""
     with bentoml_serve("served:TenantsFront", HERE) as served:
