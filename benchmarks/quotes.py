@@ -35,7 +35,7 @@ from pagedcore.errors import EngineOverloaded, InvalidRequest
 from pagedcore.outputs import Interval, Quote
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import EngineStats
-from pagedcore.scheduler.step_time import StepTimes, work_of
+from pagedcore.scheduler.step_time import StepTimes
 
 NOISE: Final = Path(__file__).with_name("step_noise.json")
 TIMES: Final = StepTimes(2e-3, 5e-5, 1e-4, 1e-7)
@@ -246,7 +246,7 @@ def record(seconds: float) -> None:
             return result
 
         def observe(plan: Any, took_s: float) -> None:
-            steps.append((*work_of(plan), took_s, cpu_s[0]))
+            steps.append((*plan.work, took_s, cpu_s[0]))
             before(plan, took_s)
 
         scheduler.observe, engine._runner.execute = observe, timed  # type: ignore[method-assign]

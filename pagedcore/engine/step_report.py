@@ -11,7 +11,6 @@ from pagedcore.requests.stats import EngineStats, StepStats
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.stats import waits_after
-from pagedcore.scheduler.step_time import work_of
 
 
 class _Totals(NamedTuple):
@@ -37,7 +36,7 @@ class StepReport:
         before, self._before = self._before or self._totals(), self._totals()
         started, self.outputs.started = self.outputs.started, []
         waits_s = [wait_s for _, wait_s in started]
-        num_prefill_tokens, num_decode_tokens, num_kv_tokens = work_of(plan)
+        num_prefill_tokens, num_decode_tokens, num_kv_tokens = plan.work
         return StepStats(
             num_steps=self.outputs.counters.num_steps, num_tokens=plan.num_tokens, num_rows=len(plan.rows),
             num_decode_tokens=num_decode_tokens, num_prefill_tokens=num_prefill_tokens,

@@ -119,6 +119,15 @@ class SchedulePlan:
         object.__setattr__(self, "num_tokens", sum([row.num_tokens for row in self.rows]))
         object.__setattr__(self, "moves_blocks", bool(self.preempted or self.freed or self.swap_ins))
 
+    @property
+    def work(self) -> tuple[int, int, int]:
+        """Its prefill tokens, decode rows and KV tokens: what ``StepTimeModel`` learns from and predicts for."""
+        num_decode = num_kv = 0
+        for row in self.rows:
+            num_kv += row.end
+            num_decode += row.num_tokens == 1 and row.is_decode
+        return self.num_tokens - num_decode, num_decode, num_kv
+
 
 @dataclass(slots=True)
 class StepInFlight:

@@ -49,7 +49,9 @@ class PolicyQueues:
     def __init__(self, policy: Policy, limit: int, *, gates_new: bool) -> None:
         self.policy = policy
         self.view = PolicyView()
-        is_dynamic, victim_order = policy.is_dynamic, policy.victim_order or policy.order
+        self.is_dynamic = is_dynamic = policy.is_dynamic
+        """Whether the policy in force looks at a view, which every step renews then."""
+        victim_order = policy.victim_order or policy.order
         self.waiting = WaitingQueue(self._waiting_key if is_dynamic else policy.order, limit, gates_new=gates_new)
         self.running = PolicyOrder(self._running_key if is_dynamic else victim_order)
         self.ledger = TenantLedger() if is_dynamic and policy.has_tenants else None
@@ -62,11 +64,6 @@ class PolicyQueues:
         """What a step may compute so that running requests keep their ``tpot_ms``; ``None``: as much as allowed."""
         self._is_replaced = False
 
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether the policy in force looks at a view, which every step renews then."""
-        return self.policy.is_dynamic
-
     def renew_view(
         self, now_s: float, num_blocks_of: Callable[[int], int], times: StepTimes = FIRST_GUESS
     ) -> None:
@@ -77,7 +74,7 @@ class PolicyQueues:
             num_blocks_of: blocks of a sequence, by its id.
             times: what steps cost just now.
         """
-        if not self.policy.is_dynamic:
+        if not self.is_dynamic:
             return
         waiting, running = self.waiting.sequences, self.running.sequences
         usage, ahead = ({}, {}) if self.ledger is None else self.ledger.survey(waiting, running, num_blocks_of)
@@ -141,7 +138,7 @@ class PolicyQueues:
         # Safety: its message is left out, which may hold what the policy was shown.
         _log.error('scheduling policy %r: its key failed (%s); the engine continues with "fcfs"',
                    self.policy.name, type(failure).__name__)
-        self.policy, self.ledger, self.most_tokens = fcfs(), None, None
+        self.policy, self.is_dynamic, self.ledger, self.most_tokens = fcfs(), False, None, None
         self._is_replaced = True
         return True
 
@@ -150,14 +147,14 @@ class PolicyQueues:
 
         Left out are observers and the gatekeeper, who decides at the door only: whoever was accepted is accepted.
         """
-        if not self.policy.is_dynamic:
+        if not self.is_dynamic:
             return None
         ledger = self.ledger or TenantLedger()
         return {"view": self.view.number, "length_share": self._length_share, **ledger.snapshot()}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Let new queues be as they were copied, save for the sequences in them."""
-        if state is None or not self.policy.is_dynamic:
+        if state is None or not self.is_dynamic:
             return
         self.view, self._length_share = replace(self.view, number=state["view"]), state["length_share"]
         if self.ledger is not None:

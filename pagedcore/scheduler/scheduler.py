@@ -25,7 +25,6 @@ from pagedcore.scheduler.policy_queues import PolicyQueues
 from pagedcore.scheduler.preemption import PreemptionRules
 from pagedcore.scheduler.stats import SchedulerCounters, SchedulerStats
 from pagedcore.scheduler.step_planner import StepPlanner
-from pagedcore.scheduler.step_time import work_of
 from pagedcore.scheduler.swapping import Swapping
 from pagedcore.sequence import Sequence, SequenceStatus
 
@@ -256,7 +255,7 @@ class Scheduler:
 
     def observe(self, plan: SchedulePlan, seconds: float) -> None:
         """Learn how long a step took."""
-        self.costs.steps.observe(*work_of(plan), seconds)
+        self.costs.steps.observe(*plan.work, seconds)
         for one in self.queues.observers:
             one.step_timed(plan, seconds)
 

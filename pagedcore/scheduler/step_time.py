@@ -13,7 +13,6 @@ from dataclasses import astuple, dataclass, fields
 from typing import Any, Final
 
 from pagedcore.errors import InvalidConfig, describe
-from pagedcore.scheduler.plan import SchedulePlan
 
 _FORGETTING: Final = 0.998
 """Weight of the past at each step: about the last 500 say what steps cost, and the level what is different just now.
@@ -191,12 +190,3 @@ def _solution(rows: list[list[float]]) -> list[float]:
         row = rows[place]
         solution[place] = (row[num] - sum([row[one] * solution[one] for one in range(place + 1, num)])) / row[place]
     return solution
-
-
-def work_of(plan: SchedulePlan) -> tuple[int, int, int]:
-    """Return a step's prefill tokens, decode rows and KV tokens: the arguments of ``observe`` and ``predict``."""
-    num_decode = num_kv = 0
-    for row in plan.rows:
-        num_kv += row.end
-        num_decode += row.num_tokens == 1 and row.is_decode
-    return plan.num_tokens - num_decode, num_decode, num_kv

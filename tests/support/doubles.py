@@ -27,7 +27,6 @@ from pagedcore.scheduler import policies, step_recipe
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.scheduler import Scheduler
-from pagedcore.scheduler.step_time import work_of
 from pagedcore.sequence import Sequence
 
 VOCAB_SIZE = 32
@@ -399,7 +398,7 @@ class StandingHost:
 
     def compute(self, plan: SchedulePlan, copies: object, begun_s: float) -> None:
         """Let the expected time pass."""
-        self.clock.advance(self.scheduler.costs.steps.predict(*work_of(plan)))
+        self.clock.advance(self.scheduler.costs.steps.predict(*plan.work))
 
     def tokens(self, plan: SchedulePlan, sampled: None) -> Mapping[int, int | None]:
         """Give every sampled row the same token."""

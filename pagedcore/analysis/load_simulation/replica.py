@@ -24,7 +24,7 @@ from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
 from pagedcore.scheduler.step_recipe import run_step
-from pagedcore.scheduler.step_time import StepTimes, work_of
+from pagedcore.scheduler.step_time import StepTimes
 from pagedcore.sequence import Sequence
 
 _PARAMS: Final = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -227,7 +227,7 @@ class Replica:
         for sequence in plan.admitted:
             if (outcome := self._open[sequence.sequence_id]).started_s is None:
                 outcome.started_s = begun_s
-        self._pass(*work_of(plan), len(plan.rows), *prompt_work_of(plan))
+        self._pass(*plan.work, len(plan.rows), *prompt_work_of(plan))
 
     def tokens(self, plan: SchedulePlan, sampled: None) -> dict[int, int | None]:
         """Return tokens that no prompt has."""

@@ -28,7 +28,6 @@ from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.policy_queues import least_tokens
 from pagedcore.scheduler.step_planner import StepPlanner
-from pagedcore.scheduler.step_time import work_of
 from pagedcore.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -261,7 +260,7 @@ class QuoteBook(EngineObserver):
         rows = {row.sequence.sequence_id: row for row in plan.rows}
         started, behind = list[Job](), list[Job]()
         if rows:
-            step_s = self.model.predict(*work_of(plan))
+            step_s = self.model.predict(*plan.work)
         for sequence in (*self._scheduler.running.sequences, *waiting):
             number, num_known = sequence.sequence_id, len(sequence.token_ids)
             num_left, row = self.tokens_left(sequence), rows.get(number)

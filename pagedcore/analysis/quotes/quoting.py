@@ -25,7 +25,7 @@ from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_recipe import run_step
-from pagedcore.scheduler.step_time import StepTimes, work_of
+from pagedcore.scheduler.step_time import StepTimes
 
 MAX_DRY_STEPS: Final = 100_000
 """Steps of a dry run; a request that takes more is quoted by the formula."""
@@ -116,7 +116,7 @@ class DryRun:
 
     def compute(self, plan: SchedulePlan, copies: object, begun_s: float) -> None:
         """Let the time of the step pass."""
-        self._now_s += self._times.seconds(*work_of(plan))
+        self._now_s += self._times.seconds(*plan.work)
 
     def tokens(self, plan: SchedulePlan, sampled: None) -> dict[int, int | None]:
         """Give each row any token, and end those that have as many as they are thought to get."""

@@ -35,7 +35,6 @@ from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_recipe import run_step
-from pagedcore.scheduler.step_time import work_of
 
 
 class WhatIf:
@@ -224,7 +223,7 @@ class WhatIf:
         for sequence in plan.admitted:
             number = sequence.sequence_id
             self.outcome.waits_s.setdefault(number, begun_s - self._arrived_s[number])
-        self._now_s += self._costs.steps.predict(*work_of(plan))
+        self._now_s += self._costs.steps.predict(*plan.work)
 
     def tokens(self, plan: SchedulePlan, sampled: None) -> dict[int, int | None]:
         """Return the recorded tokens, and end those that have all."""
