@@ -2,8 +2,8 @@
 
 ``gpu.py build`` compiles the kernels. Parts: the demo model's questions; six architectures with random weights, whose
 log-probabilities are compared with transformers in float32; which numbers of rows give the same bits in torch's
-products; and steps of two models' shapes, how long they take and how long the GPU works meanwhile. ``--device cpu
---small`` runs all but the last without a GPU. benchmarks/h200.md has what was found.
+products; and steps of two models' shapes, recorded and launched one by one, how long they take and how long the GPU
+works meanwhile. ``--device cpu --small`` runs all but the last without a GPU. benchmarks/h200.md has what was found.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from gpu import private_copy  # noqa: E402
 
 from pagedcore import Engine, RequestOutput, SamplingParams  # noqa: E402
 from pagedcore.demo_model.questions import demo_questions, is_correct  # noqa: E402
+from pagedcore.execution import devices  # noqa: E402
 
 SIZES = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096}
@@ -65,7 +66,9 @@ def main() -> int:
         parts[f"same bits: {shape}"] = lambda shape=shape: same_bits(*shape, given.device)
     if not given.small:
         for kind, rows in (("qwen2", 1), ("qwen2", 64), ("qwen2", 256), ("llama", 1), ("llama", 64)):
-            parts[f"steps: {kind}, {rows} rows"] = lambda kind=kind, rows=rows: steps(kind, rows)
+            for is_recorded in (True, False):
+                parts[f"steps: {kind}, {rows} rows{'' if is_recorded else ', launched one by one'}"] = (
+                    lambda kind=kind, rows=rows, is_recorded=is_recorded: steps(kind, rows, is_recorded))
     found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
     if given.device == "cuda":
         found["gpu"] = torch.cuda.get_device_name(0)
@@ -94,6 +97,16 @@ def prebuilt(kernels: Path, device: str) -> Iterator[None]:
         library = KernelLibrary([private_copy(kernels, Path(folder))])
         with patch.object(backend, "KernelLibrary", lambda: library):
             yield
+
+
+@contextmanager
+def recording(is_on: bool) -> Iterator[None]:
+    """Let engines on a GPU record their decode steps, or not."""
+    if is_on:
+        yield
+        return
+    with patch.object(devices, "CudaGraphs", lambda device: None):
+        yield
 
 
 def answer(engine: Engine, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
@@ -131,10 +144,15 @@ def against_transformers(kind: str, device: str) -> dict[str, Any]:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 2048, n).tolist() for n in (5, 17, 33, 64, 100, 150, 200, 300)]
     params = SamplingParams(max_tokens=24, ignore_eos=True, prompt_logprobs=1)
-    with Engine.from_pretrained(copy.deepcopy(model), device=device, dtype="bfloat16", max_num_batched_tokens=128,
-                                max_num_seqs=8, num_kv_blocks=400) as engine:
+    settings: dict[str, Any] = {"device": device, "dtype": "bfloat16", "max_num_batched_tokens": 128,
+                                "max_num_seqs": 8, "num_kv_blocks": 400}
+    with Engine.from_pretrained(copy.deepcopy(model), **settings) as engine:
         outputs = answer(engine, prompts, params)
         turned = answer(engine, prompts[::-1], params)[::-1]
+        graphed = getattr(engine.components.runner.backend, "_graphed", None)
+        is_recorded = graphed is not None and graphed.is_possible
+    with recording(False), Engine.from_pretrained(copy.deepcopy(model), **settings) as engine:
+        launched = answer(engine, prompts, params)
     own, theirs, regrets = [], [], []
     for prompt, output in zip(prompts, outputs, strict=True):
         ids = torch.tensor([prompt + list(output.outputs[0].token_ids)], device=device)
@@ -148,7 +166,9 @@ def against_transformers(kind: str, device: str) -> dict[str, Any]:
     same = sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, turned, strict=True))
     return {"mean error": float(np.mean(own)), "largest error": max(own), "mean error of transformers": np.mean(theirs),
             "largest of transformers": max(theirs), "largest regret of a greedy token": max(regrets),
-            "same in another order": same, "of": len(prompts)}
+            "same in another order": same, "of": len(prompts), "is recorded": is_recorded,
+            "same launched one by one": sum(a.outputs[0].token_ids == b.outputs[0].token_ids
+                                            for a, b in zip(outputs, launched, strict=True))}
 
 
 def same_bits(inner: int, outer: int, device: str) -> dict[str, Any]:
@@ -172,17 +192,21 @@ def same_bits(inner: int, outer: int, device: str) -> dict[str, Any]:
     return {"groups of rows": [group for group, _ in groups], "place matters at": moved}
 
 
-def steps(kind: str, rows: int) -> dict[str, Any]:
+def steps(kind: str, rows: int, is_recorded: bool) -> dict[str, Any]:
     """Decode steps on the general path: wall clock, launches, and how long the GPU works in one."""
     model = model_of(kind, SHAPES[kind], "cuda")
     rng = np.random.default_rng(0)
-    with Engine.from_pretrained(model, device="cuda", dtype="bfloat16", max_num_batched_tokens=8192,
-                                max_num_seqs=max(8, rows), num_kv_blocks=rows * 12 + 64) as engine:
+    settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_num_batched_tokens": 8192,
+                                "max_num_seqs": max(8, rows), "num_kv_blocks": rows * 12 + 64}
+    with recording(is_recorded), Engine.from_pretrained(model, **settings) as engine:
         for _ in range(rows):
             engine.add_request(rng.integers(3, 2000, 64).tolist(), SamplingParams(max_tokens=80, ignore_eos=True))
-        for _ in range(12):
-            engine.step()
         times = []
+        for _ in range(12):
+            begin = time.perf_counter()
+            engine.step()
+            times.append(time.perf_counter() - begin)
+        longest, times = max(times[1:]), []
         for _ in range(20):
             begin = time.perf_counter()
             engine.step()
@@ -194,6 +218,7 @@ def steps(kind: str, rows: int) -> dict[str, Any]:
     events = [event for event in profile.key_averages() if "CUDA" in str(event.device_type)]
     top = sorted((event.self_device_time_total / 4, event.count // 4, event.key[:60]) for event in events)[:-9:-1]
     return {"ms": float(np.median(times)) * 1e3, "fastest ms": min(times) * 1e3,
+            "longest of the first after one, ms": longest * 1e3,
             "GPU ms": sum(event.self_device_time_total for event in events) / 4e3,
             "launches and copies": sum(event.count for event in events) // 4, "longest (us, number, name)": top}
 

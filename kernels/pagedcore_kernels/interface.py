@@ -6,8 +6,8 @@ own with the same members can take the place of those in this package. Imports n
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -111,6 +111,34 @@ class AttentionBackend(Protocol):
             softcap: if positive, scores become ``softcap * tanh(score / softcap)``.
             sinks: [H] float32 logits that take part in the softmax without a value.
         """
+        ...
+
+
+@runtime_checkable
+class RecordsLaunches(Protocol):
+    """An attention backend whose launches for decode steps of one size can be recorded once and repeated."""
+
+    def new_frame(self) -> Any | None:
+        """Return room for the numbers of steps of one size; ``None``: no step was computed yet, or this model's decode
+        steps are not alike.
+        """
+        ...
+
+    def plan_in(self, frame: Any, batch: RaggedRows) -> Hashable:
+        """Plan a step like ``plan``, with its numbers in a frame.
+
+        Args:
+            frame: of ``new_frame``.
+            batch: one token a row; as many rows in every step of this frame, and block tables as wide. A row of 0
+                tokens is padding, and a slot of -1 is none.
+
+        Returns:
+            What its launches depend on: a recording made when it was another one is void.
+        """
+        ...
+
+    def follow_stream(self) -> None:
+        """Launch what follows on the stream that torch works on now."""
         ...
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pagedcore.errors import DeviceUnavailable
+from pagedcore.execution.cuda_graphs import CudaGraphs
 from pagedcore.execution.cuda_kv_pool import CudaCopies, CudaKVPool, pin
 from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.machine import free_memory_bytes
@@ -38,6 +39,8 @@ class Device:
     new_storage: Callable[[BlockLayout, int], KVPool]
     """Makes a KV pool of so many blocks there."""
     gpu_name: str = ""
+    graphs: CudaGraphs | None = None
+    """What records launches there."""
 
     def take(self, model: Any) -> Any:
         """Return a model of transformers with all its weights there."""
@@ -99,5 +102,5 @@ def _cuda_device(name: str) -> Device:
         lambda layout, num_blocks: CudaKVPool(
             layout, num_blocks, device, outgoing=CudaCopies(device), incoming=CudaCopies(device), pin=pin
         ),
-        torch.cuda.get_device_name(device),
+        torch.cuda.get_device_name(device), CudaGraphs(device),
     )

@@ -25,6 +25,7 @@ from pagedcore.models.attention.interface import ATTENTION_KEY, PagedStep, atten
 from pagedcore.models.attention.layers import AttentionLayer, RecordingStep, layers_of
 from pagedcore.models.checkpoints import ownership
 from pagedcore.models.decoders.fused import best_decoder
+from pagedcore.models.decoders.graphed import GraphedSteps
 from pagedcore.models.decoders.plain import Decoder, DecoderFactory, GreedyDecoder, PlainDecoder, call_model
 from pagedcore.models.families import model_facts, supported_models
 from pagedcore.models.families.llama_modules import ForCausalLM
@@ -47,6 +48,7 @@ from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads, torch_beside_kernels
+from pagedcore_kernels.interface import RecordsLaunches
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 
 if TYPE_CHECKING:
@@ -109,6 +111,7 @@ class TransformersModel:
         self.block_size = block_size or needs.preferred_block_size(self.dtype)
         self.cache_store: KVPool | None = None
         self._attention: AttentionBackend | None = None
+        self._graphed: GraphedSteps | None = None
         ownership.require_free(model)
         supported_models.check_config(model.config.to_dict())
         supported_models.check_modules(model, self.name)
@@ -156,7 +159,10 @@ class TransformersModel:
                 "model once more."
             )
         self.cache_store = self._device.new_storage(self.layout(block_size), num_blocks)
-        self._attention = self._attention_factory(self.cache_store.layout, self.cache_store.pool)
+        attention = self._attention = self._attention_factory(self.cache_store.layout, self.cache_store.pool)
+        if self._device.graphs is not None and isinstance(attention, RecordsLaunches):
+            self._graphed = GraphedSteps(
+                self._decoder, attention, self.layers, self.dtype, self._device.torch_device, self._device.graphs)
 
     def free_kv_bytes(self) -> int:
         """Bytes of memory that a KV pool could take now."""
@@ -166,7 +172,7 @@ class TransformersModel:
         """Free the KV pool, if there is one; another can be made then."""
         if self.cache_store is not None:
             self.cache_store.close()
-        self._attention = self.cache_store = None
+        self._attention = self.cache_store = self._graphed = None
 
     @torch.inference_mode()
     def forward(self, batch: RaggedRows) -> torch.Tensor:
@@ -177,7 +183,10 @@ class TransformersModel:
             InternalError: there is no KV pool yet.
             ModelTakenOver: the weights were changed.
         """
-        return self._compute(self._ready_attention(), batch)
+        attention = self._ready_attention()
+        if self._graphed is not None and (logits := self._graphed.run(batch)) is not None:
+            return self._fetch(logits)
+        return self._compute(attention, batch)
 
     @property
     def decodes_greedily(self) -> bool:
@@ -205,16 +214,19 @@ class TransformersModel:
     ) -> tuple[PagedStep, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return what the decoder takes; a lone wanted row is there twice."""
         send, wanted = self._device.send, batch.logits_rows
+        attention.plan(batch)
         step = PagedStep(attention, self.layers, batch, self.dtype, send(batch.positions))
         return step, send(batch.token_ids), step.positions, send(np.repeat(wanted, 2) if len(wanted) == 1 else wanted)
 
     def _compute(self, attention: AttentionBackend, batch: RaggedRows) -> torch.Tensor:
         arguments = self._arguments(attention, batch)
         with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
-            logits = self._decoder(*arguments)[: len(batch.logits_rows)]
-            # Why: bfloat16 is what the sampler can read, which may need no more of it than the largest.
-            is_read_as_it_is = logits.dtype == torch.bfloat16
-            return self._device.fetch((logits if is_read_as_it_is else logits.float()).contiguous())
+            return self._fetch(self._decoder(*arguments)[: len(batch.logits_rows)])
+
+    def _fetch(self, logits: torch.Tensor) -> torch.Tensor:
+        # Why: bfloat16 is what the sampler can read, which may need no more of it than the largest.
+        is_read_as_it_is = logits.dtype == torch.bfloat16
+        return self._device.fetch((logits if is_read_as_it_is else logits.float()).contiguous())
 
     def _take_over(
         self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool,

@@ -74,7 +74,27 @@ class StandInBackends:
         registry.attention.add("simulated", "kernels.cuda.simulated_driver:SimulatedAttention")
 
 
-def use_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``device="cuda"`` mean the stand-in."""
-    gpu = Device("cuda", CPU, "stand-in", "bfloat16", lambda: 2**30, late_storage, "stand-in")
+class Repeats:
+    """Records by keeping the function: to repeat it is to call it again, into the same result."""
+
+    def __init__(self) -> None:
+        self.num_recorded = self.num_repeated = 0
+        self.fails = False
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        self.num_recorded += 1
+        result = torch.full_like(compute(), torch.nan)
+
+        def repeat() -> None:
+            self.num_repeated += 1
+            result.copy_(compute())
+
+        return repeat, result
+
+
+def use_stand_in(monkeypatch: pytest.MonkeyPatch, graphs: Any = None) -> None:
+    """Let ``device="cuda"`` mean the stand-in, which records steps if it has something to do so."""
+    gpu = Device("cuda", CPU, "stand-in", "bfloat16", lambda: 2**30, late_storage, "stand-in", graphs)
     monkeypatch.setattr(devices, "_cuda_device", lambda name: gpu)

@@ -13,7 +13,8 @@ import torch
 
 from pagedcore_kernels.cuda.attention.uploads import Scratch, StepBuffer
 from pagedcore_kernels.cuda.attention.work_lists import Visibility, WorkLists, make_work_lists
-from pagedcore_kernels.cuda.shapes import partial_bytes
+from pagedcore_kernels.cuda.shapes import DECODE_ROWS, partial_bytes
+from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import Int32Array, RaggedRows
 from pagedcore_kernels.layout import BlockLayout, LayerShape
 from pagedcore_kernels.step_plan import StepPlan
@@ -45,7 +46,18 @@ class SharedStep:
     tables: torch.Tensor
     rows: torch.Tensor
     slots: torch.Tensor
+    is_framed: bool = False
+    """Whether its launches are those of every step in its frame, whatever of it is padding."""
     work: dict[_Kind, DeviceWork] = field(default_factory=dict)
+
+
+class StepFrame:
+    """Where the numbers of decode steps of one size stay on the device, so that recorded launches find those of the
+    next step: every step has as many rows, tables as wide, and as many items of work, some of them empty.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.buffer = StepBuffer(device)
 
 
 class LayerPlans:
@@ -71,19 +83,36 @@ class LayerPlans:
         """One counter per set of partial results, all 0."""
         return self._scratch.counters
 
-    def begin(self, batch: RaggedRows) -> SharedStep:
+    @property
+    def can_frame(self) -> bool:
+        """Whether decode steps are cut into items for one kernel: all kinds of layers are known, and none has more
+        query heads for a KV head than an item has rows.
+        """
+        return bool(self._kinds) and all(visibility.group <= DECODE_ROWS for visibility, _ in self._kinds)
+
+    def addresses(self, frame: StepFrame) -> tuple[int, ...]:
+        """Return what launches of a step in a frame have been told, and what stays until something has to grow."""
+        return frame.buffer.address, self.partials.data_ptr(), self.counters.data_ptr(), len(self._kinds)
+
+    def begin(self, batch: RaggedRows, frame: StepFrame | None = None) -> SharedStep:
         """Check a batch and copy everything that known kinds of layers need, in one copy.
 
+        Args:
+            batch: the rows; in a frame as many as in every other step there, and tables as wide.
+            frame: where the numbers go; ``None``: they go where there is room.
+
         Raises:
-            InternalError: a block id, slot or length is out of range.
+            InternalError: a block id, slot or length is out of range, or a row has too many tokens for a frame.
         """
         plan = StepPlan(batch, self._num_blocks, self._layout.block_size)
         lists = [self._cut(plan, kind) for kind in self._kinds]
+        if frame is not None:
+            lists = [self._fill(each, kv_heads, plan) for each, (_, kv_heads) in zip(lists, self._kinds, strict=True)]
         arrays: list[Int32Array] = [plan.block_tables, _rows_of(plan), plan.slots.astype(np.int32)]
-        tables, rows, slots, *work = self._step_buffer.upload(
+        tables, rows, slots, *work = (self._step_buffer if frame is None else frame.buffer).upload(
             [*arrays, *(part for each in lists for part in (each.decode, each.prefill))]
         )
-        step = SharedStep(plan, tables, rows, slots)
+        step = SharedStep(plan, tables, rows, slots, frame is not None)
         for i, (kind, each) in enumerate(zip(self._kinds, lists, strict=True)):
             step.work[kind] = DeviceWork.of(each, work[2 * i], work[2 * i + 1])
         return step
@@ -98,6 +127,14 @@ class LayerPlans:
             step.work[kind] = DeviceWork.of(each, decode, prefill)
             self._kinds.append(kind)
         return step.work[kind]
+
+    def _fill(self, lists: WorkLists, kv_heads: int, plan: StepPlan) -> WorkLists:
+        """Add empty items up to the most that a step of so many rows is cut into."""
+        if len(lists.prefill):
+            raise InternalError("CUDA step: a row has more tokens than a decode item, expected one token of each row.")
+        items = np.full((plan.num_rows + max(1, self._num_ctas // kv_heads), 8), -1, np.int32)
+        items[: len(lists.decode)] = lists.decode
+        return WorkLists(items, lists.prefill, lists.num_partials)
 
     def _cut(self, plan: StepPlan, kind: _Kind) -> WorkLists:
         visibility, kv_heads = kind

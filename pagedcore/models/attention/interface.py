@@ -29,7 +29,7 @@ class PagedStep:
     """Sends the layers of one forward to an attention backend that has planned the batch.
 
     Args:
-        attention: has memory for K and V; must not have another step in progress.
+        attention: has memory for K and V, and has planned the batch.
         layers: by the number that a module gives itself (``layer_idx``).
         batch: the rows to compute.
         dtype: number format of the KV pool; calls in another one are converted.
@@ -44,7 +44,6 @@ class PagedStep:
         self, attention: AttentionBackend, layers: Mapping[int, AttentionLayer], batch: RaggedRows, dtype: torch.dtype,
         positions: torch.Tensor | None = None,
     ) -> None:
-        attention.plan(batch)
         self.attention = attention
         self._layers = layers
         self._dtype = dtype

@@ -20,7 +20,7 @@ from pagedcore_kernels.cuda.build.toolchain import require_bindings
 from pagedcore_kernels.cuda.build.variants import COPY_NAME, attention_name, needed_capability, supports, write_name
 from pagedcore_kernels.cuda.driver import Argument, CudaDriver, Driver
 from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
-from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep
+from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep, StepFrame
 from pagedcore_kernels.cuda.shapes import LOG2_E, ROW_THREADS, SLICE_BYTES, AttentionShape
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.interface import Int32Array, RaggedRows
@@ -107,6 +107,20 @@ class NumbaCudaAttention:
         self._driver.begin_step()
         self._step = self._plans.begin(batch)
 
+    def new_frame(self) -> StepFrame | None:
+        """Return room for steps that are recorded; see ``RecordsLaunches``."""
+        return StepFrame(self._pool.device) if self._plans.can_frame else None
+
+    def plan_in(self, frame: StepFrame, batch: RaggedRows) -> tuple[int, ...]:
+        """Plan a step whose numbers are in a frame; see ``RecordsLaunches``. Raises as ``plan``."""
+        self._driver.begin_step()
+        self._step = self._plans.begin(batch, frame)
+        return self._plans.addresses(frame)
+
+    def follow_stream(self) -> None:
+        """Launch on the stream that torch works on now; see ``RecordsLaunches``."""
+        self._driver.begin_step()
+
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key [T, KVH, D] and value [T, KVH, Dv] in the planned slots; see ``AttentionBackend``."""
         step = self._current_step()
@@ -147,8 +161,10 @@ class NumbaCudaAttention:
             raise InternalError(f"scale: got {scale}, expected a positive number.")
         shape = self._layout.layers[layer]
         query = _in_vectors(query)
-        output = query.new_empty(step.plan.num_tokens, query.shape[1], shape.value_head_size)
-        if step.plan.num_computed < step.plan.num_tokens:
+        # Why all of it in a frame: which rows are padding differs from step to step.
+        new = query.new_zeros if step.is_framed else query.new_empty
+        output = new(step.plan.num_tokens, query.shape[1], shape.value_head_size)
+        if not step.is_framed and step.plan.num_computed < step.plan.num_tokens:
             output[step.plan.num_computed :] = 0
         visibility = Visibility(query.shape[1] // shape.num_kv_heads, max(0, window), max(0, chunk))
         work = self._plans.work(step, visibility, shape)

@@ -29,6 +29,11 @@ class StepBuffer:
         self._device = device
         self._buffer = torch.empty(0, dtype=torch.int32, device=device)
 
+    @property
+    def address(self) -> int:
+        """Where it is; it stays there until an upload is larger than all before."""
+        return self._buffer.data_ptr()
+
     def upload(self, arrays: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
         """Copy int32 arrays to the device in one piece; returns one flat tensor for each."""
         starts = np.cumsum([0, *(-(-array.size // _ALIGN) * _ALIGN for array in arrays)])

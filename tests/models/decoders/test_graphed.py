@@ -1,0 +1,129 @@
+"""Decode steps as recorded launches: padded to a size, at the same addresses, and only where every row decodes."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pagedcore.execution.ragged_batch import RaggedBatch, assemble
+from pagedcore.models.decoders.graphed import MOST_ROWS, GraphedSteps
+from support.device_stand_in import Repeats
+
+WIDTH = 5
+
+
+class Frames:
+    """An attention backend that notes what it was given; frames are numbered."""
+
+    def __init__(self) -> None:
+        self.planned: list[tuple[int, RaggedBatch]] = []
+        self.has_frames, self.place, self.num_frames = True, 0, 0
+
+    def new_frame(self) -> int | None:
+        self.num_frames += self.has_frames
+        return self.num_frames if self.has_frames else None
+
+    def plan_in(self, frame: int, batch: RaggedBatch) -> tuple[int, int]:
+        self.planned.append((frame, batch))
+        return frame, self.place
+
+    def follow_stream(self) -> None:
+        pass
+
+
+def decoder(step: Any, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Logits that say which token stands where."""
+    return (token_ids * 1000 + positions)[rows, None] * torch.ones(1, 3)
+
+
+def decode(*positions: int, counts: list[int] | None = None) -> RaggedBatch:
+    """Rows at these positions, each of one token by default."""
+    num = np.array(counts or [1] * len(positions))
+    ends = [position + count for position, count in zip(positions, num, strict=True)]
+    tables = [np.arange(one * 100, one * 100 + -(-end // WIDTH), dtype=np.int32) for one, end in enumerate(ends, 1)]
+    return assemble(np.arange(7, 7 + num.sum()), np.array(positions), num, seq_ids=np.arange(len(num)), tables=tables,
+                    block_size=WIDTH)
+
+
+def make() -> tuple[GraphedSteps, Frames, Repeats]:
+    attention, graphs = Frames(), Repeats()
+    return GraphedSteps(decoder, attention, {}, torch.float32, torch.device("cpu"), graphs), attention, graphs
+
+
+def test_steps_of_one_size_are_one_recording() -> None:
+    """Three rows and four are both steps of four, each with its own numbers; a wider table and five rows are others."""
+    steps, attention, graphs = make()
+    for positions in [(3, 9, 4), (3, 9, 4), (1, 2, 3, 70), (12, 2, 3), (5,) * 5, (100, 3, 2, 1), (0,), (6,)]:
+        batch = decode(*positions)
+        found = steps.run(batch)
+        assert found is not None
+        assert found.tolist() == [[(7 + row) * 1000.0 + at] * 3 for row, at in enumerate(positions)]
+    assert graphs.num_recorded == 4
+    assert graphs.num_repeated == 8
+    assert [frame for frame, _ in attention.planned] == [1, 1, 1, 1, 2, 3, 4, 4]
+
+
+def test_padding_is_no_row() -> None:
+    """What is added has no token, no slot and no block, so that nothing is written and nothing read for it."""
+    steps, attention, _ = make()
+    steps.run(decode(3, 9, 4))
+    ((_, batch),) = attention.planned
+    assert batch.block_tables.shape == (4, 16)
+    assert batch.block_tables[:, :3].tolist() == [[100, -1, -1], [200, 201, -1], [300, -1, -1], [-1, -1, -1]]
+    assert batch.query_start.tolist() == [0, 1, 2, 3, 3]
+    assert batch.kv_lens.tolist() == [4, 10, 5, 0]
+    assert batch.slot_mapping.tolist() == [503, 1009, 1504, -1]
+
+
+@pytest.mark.parametrize("batch", [
+    decode(0, 4, counts=[3, 1]), decode(*[1] * (MOST_ROWS + 1)), decode(5, 6, counts=[0, 1]),
+])
+def test_other_steps_are_computed_as_usual(batch: RaggedBatch) -> None:
+    """A step with a prompt, without a token of some row, or with too many rows, is not recorded."""
+    steps, attention, _ = make()
+    assert steps.run(batch) is None
+    assert attention.planned == []
+
+
+def test_nothing_is_recorded_before_a_step_was_computed() -> None:
+    """An attention backend that does not know the layers yet has no frame; it is asked again."""
+    steps, attention, graphs = make()
+    attention.has_frames = False
+    assert steps.run(decode(1)) is None
+    attention.has_frames = True
+    assert steps.run(decode(1)) is not None
+    assert graphs.num_recorded == 1
+
+
+def test_what_moved_is_recorded_anew() -> None:
+    """When memory that launches were told of has grown elsewhere, the recording is void."""
+    steps, attention, graphs = make()
+    steps.run(decode(1, 2))
+    attention.place = 1
+    steps.run(decode(1, 2))
+    steps.run(decode(1, 2))
+    assert graphs.num_recorded == 2
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_what_cannot_be_recorded_is_tried_once(
+    is_wrong: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model that waits for the device, or whose recording computes something else, says so once, and its steps are
+    right all the same."""
+    steps, _, graphs = make()
+    graphs.fails = not is_wrong
+    if is_wrong:
+        monkeypatch.setattr(graphs, "record", lambda compute: (lambda: None, compute() + 1))
+    with caplog.at_level(logging.WARNING, logger="pagedcore"):
+        found = steps.run(decode(3, 4))
+        assert found is not None
+        assert found[:, 0].tolist() == [7003.0, 8004.0]
+        assert steps.run(decode(3, 4)) is None
+    (line,) = [one.getMessage() for one in caplog.records]
+    assert ("other logits" if is_wrong else "stream is capturing") in line
+    assert "more" not in line
