@@ -2,12 +2,12 @@
 
     python benchmarks/memory_pressure.py [--minutes 7] [--rounds 9] [--out TABLE.md] [--json FILE]
 
-"auto" chooses by its cost model; the others are habits, see ``pressure_workloads.py``. In a round every way answers the
-same requests with the same model and the same pool, in one process and in turn; all have to give the same tokens, or
-the script stops. Every round has requests of its own, so that it is not luck who packs well, and times are compared
-within rounds. What was done (steps, tokens computed, bytes moved) hardly depends on the machine's noise; "priced" is
-what that would take at the prices the engine measured, the noise left out. The model has random weights: its answers
-mean nothing, its work is real.
+"auto" chooses by its cost model; the others are habits, see ``tests/support/pressure_workloads.py``. In a round every
+way answers the same requests with the same model and the same pool, in one process and in turn; all have to give the
+same tokens, or the script stops. Every round has requests of its own, so that it is not luck who packs well, and times
+are compared within rounds. What was done (steps, tokens computed, bytes moved) hardly depends on the machine's noise;
+"priced" is what that would take at the prices the engine measured, the noise left out. The model has random weights:
+its answers mean nothing, its work is real.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,11 +23,20 @@ from tempfile import TemporaryDirectory
 
 import torch
 from interleaved import Budget, markdown, median_and_spread, ratios, turns
-from pressure_workloads import BLOCK_SIZE, MODES_WITH_HOST, OVERSUBSCRIPTION, Workload, workloads
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from pagedcore import Engine, SamplingParams
 from pagedcore.kv_cache.host_cache import Direction
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.pressure_workloads import (
+    BLOCK_SIZE,
+    MODES_WITH_HOST,
+    OVERSUBSCRIPTION,
+    Workload,
+    workloads,
+)
 
 MODES = ("auto", "swap", "recompute", "wait")
 MIB = 2**20

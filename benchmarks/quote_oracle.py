@@ -16,20 +16,37 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence as ListOf
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 from interleaved import markdown
-from quotes import NOISE, TIMES, Asked, Served, capacity, known, learnt, load_of, paced_engine, serve, share_held
 
 from pagedcore import Engine, SamplingParams
 from pagedcore.analysis.quotes.quote_book import SHARE, QuoteBook
 from pagedcore.analysis.quotes.quoting import begin_quotes
 from pagedcore.outputs import Quote
 from pagedcore.sequence import Sequence
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+
+from support.paced_loads import (
+    NOISE,
+    TIMES,
+    Asked,
+    Served,
+    capacity,
+    known,
+    learnt,
+    load_of,
+    paced_engine,
+    serve,
+    share_held,
+)
 
 KINDS: Final = ("drawn", "alike", "foreseen")
 MOMENTS: Final = (("start", 0), ("end", 2))

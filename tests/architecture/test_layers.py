@@ -9,7 +9,7 @@ import pytest
 
 import pagedcore
 from architecture.rooms import ORDER, ROOM_OF, circles, imported_modules, room_of
-from architecture.sources import SOURCES, Source
+from architecture.sources import ROOT, SOURCES, Source
 
 ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http", "pagedcore_langchain", "pagedcore_openai",
             "pagedcore_otel", "pagedcore_pytest", "pagedcore_ray"}
@@ -123,3 +123,17 @@ def _top_level_modules(source: Source) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             modules.add(node.module or "")
     return modules
+
+
+def test_tests_import_no_benchmark() -> None:
+    """What both need stands in ``tests/support``; a test of a benchmark loads it as a script, by name."""
+    scripts = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
+    assert {"quotes", "guest"} <= scripts
+    for file in (ROOT / "tests").rglob("*.py"):
+        tree, found = ast.parse(file.read_text(encoding="utf-8")), set[str]()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found.add((node.module or "").partition(".")[0])
+        assert not found & (scripts | {"benchmarks"}), file

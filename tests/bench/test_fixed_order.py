@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fixed_order
+from support.scripts import script
+
+fixed_order = script("fixed_order")
+
 
 
 def test_the_fastest_of_the_other_ways_is_compared() -> None:

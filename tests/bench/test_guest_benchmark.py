@@ -7,16 +7,15 @@ import re
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
-import guest
-import interleaved
 import psutil
 import pytest
 
 from pagedcore.demo_model import DEMO_MODEL_DIR
+from support.scripts import BENCHMARKS, script
 
-BENCHMARKS = Path(guest.__file__).parent
+guest = script("guest")
+interleaved = script("interleaved")
 
 
 def test_the_interval_holds_the_median_as_often_as_it_says() -> None:

@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import guest
 import psutil
 import pytest
 
-IN_TURNS = Path(guest.__file__).parent / "peers" / "in_turns.py"
+from support.scripts import BENCHMARKS
+
+IN_TURNS = BENCHMARKS / "peers" / "in_turns.py"
 #: Answers each name with its own figure, and with the states of the other engines' processes on the error output.
 ENGINE = """
 import json, os, sys, time, psutil

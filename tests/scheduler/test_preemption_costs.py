@@ -12,13 +12,13 @@ from functools import cache
 
 import numpy as np
 import pytest
-from pressure_workloads import BLOCK_SIZE, MODES_WITH_HOST, Workload, workloads
 
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
 from support.doubles import FakeClock, ToyBackend, ToyStore
+from support.pressure_workloads import BLOCK_SIZE, MODES_WITH_HOST, Workload, workloads
 
 HABITS = ("swap", "shrink", "recompute", "wait")
 TRANSFER_S = 2e-5

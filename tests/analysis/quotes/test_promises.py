@@ -7,7 +7,6 @@ import itertools
 from typing import Any
 
 import pytest
-from quotes import PacedModel, VirtualClock, bounded, known, load_of, paced_engine, promises_of, serve
 
 from pagedcore import SamplingParams
 from pagedcore.engine.builder import build_components
@@ -17,6 +16,16 @@ from pagedcore.requests.request import Request
 from pagedcore.scheduler.step_time import StepTimes
 from pagedcore_http.refusals import refusal_of
 from support.engine_builders import run
+from support.paced_loads import (
+    PacedModel,
+    VirtualClock,
+    bounded,
+    known,
+    load_of,
+    paced_engine,
+    promises_of,
+    serve,
+)
 
 TIMES = StepTimes(1e-1, 0.0, 0.0, 0.0)
 PROMISES: dict[str, Any] = {"scheduling_policy": "deadline", "policy_options": {"promises": True}}

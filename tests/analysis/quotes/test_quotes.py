@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from quote_oracle import oracle_table
-from quotes import PacedModel, VirtualClock, quotes_table
 
 from pagedcore import AsyncEngine, SamplingParams
 from pagedcore.analysis.quotes.async_quoting import MAX_QUOTING
@@ -26,6 +24,7 @@ from pagedcore.outputs import Quote
 from pagedcore.requests.request import Request
 from pagedcore.scheduler.step_time import StepTimes
 from support.engine_builders import make_engine, run
+from support.paced_loads import PacedModel, VirtualClock, quotes_table
 
 TIMES = StepTimes(1e-2, 1e-3, 1e-3, 1e-5)
 
@@ -341,16 +340,6 @@ def test_quotes_hold_under_overload() -> None:
     for name, moment, held, width in quotes_table(1.5, 6000):
         assert float(held.rstrip("%")) >= 95.0
         assert float(width) <= widest[name].get(moment, 0.5)
-
-
-@pytest.mark.slow
-def test_an_oracle_that_knows_more_quotes_narrower() -> None:
-    """One that foresees every step time and knows all lengths is almost exact; without the lengths it is not."""
-    rows = oracle_table(1.5, 400, [1], 10, 20)
-    assert [row[0] for row in rows] == ["lengths known"] * 2 + ["lengths learnt"] * 2
-    foreseen = [float(row[-1]) for row in rows]
-    assert max(foreseen[:2]) < 0.15
-    assert min(foreseen[2:]) > 0.1
 
 
 @pytest.mark.parametrize("exact", [False, True])
