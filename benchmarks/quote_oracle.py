@@ -30,6 +30,7 @@ from pagedcore import Engine, SamplingParams
 from pagedcore.analysis.quotes.quote_book import SHARE, QuoteBook
 from pagedcore.analysis.quotes.quoting import begin_quotes
 from pagedcore.outputs import Quote
+from pagedcore.scheduler.step_time import StepTimeModel
 from pagedcore.sequence import Sequence
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -62,7 +63,7 @@ class Drawn(QuoteBook):
 
     def __init__(self, engine: Engine, seed: int, *, is_known: bool) -> None:
         super().__init__(engine.scheduler)
-        self.model.times, self._is_known, self._rng = TIMES, is_known, random.Random(seed)
+        self.model, self._is_known, self._rng = StepTimeModel(TIMES), is_known, random.Random(seed)
         self._lengths = sorted(one.num_output for one in load_of(1.0, _NUM_LENGTHS, 77))
 
     def tokens_left(self, sequence: Sequence) -> int:
