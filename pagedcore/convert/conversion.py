@@ -46,6 +46,7 @@ from pagedcore.models.checkpoints.tensor_files import FLOATS, TensorFiles
 from pagedcore.models.families import supported_models
 from pagedcore.models.families.model_facts import max_model_len
 from pagedcore.models.families.table import file_name, module_name
+from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.int8_embedding import FIELD, OF_HEAD, OWN_TABLE, kind_of_embedding
 from pagedcore.models.linears.packed_linear import can_pack
 from pagedcore.models.linears.schemes import QUANTIZERS
@@ -307,9 +308,11 @@ def _quantized_part(
 
 
 def _own_config(source: str, model: Any) -> dict[str, Any]:
-    """Return what a directory's file says, or what one of a GGUF file's model would."""
-    if is_gguf(source):
-        return {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    """Return what a directory's file says, or what one of a GGUF file's model, or of a wrapper's language model
+    alone, would."""
+    if is_gguf(source) or hasattr(model.config, WHOLE):
+        fields = {name: value for name, value in model.config.to_dict().items() if name != WHOLE}
+        return {**fields, "architectures": [type(model).__name__]}
     own: dict[str, Any] = json.loads((Path(source) / _CONFIG).read_text(encoding="utf-8"))
     return own
 

@@ -18,6 +18,7 @@ from pagedcore.models.checkpoints.model_path import is_gguf
 from pagedcore.models.checkpoints.pretrained import computing_dtype
 from pagedcore.models.checkpoints.quick_start import why_not_quick
 from pagedcore.models.decoders.fused_match import NotFused, recognise
+from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.packed_experts import left_alone
 from pagedcore.models.transformers_model import redirect_attention
 from pagedcore.tokenizer.quick_tokenizer import read_tokenizer
@@ -45,9 +46,11 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
         reason = why_not_quick(directory)
     files = "read without transformers" if not reason else f"loaded by transformers: {reason}"
     quantisation = "none" if stored is None else f"{stored.scheme}, as the files have it"
+    whole = getattr(config, WHOLE, None)
     # Why before the tree is built: building it makes the configuration's format the tree's.
     facts = {
-        "architecture": str(config.model_type),
+        "architecture": f"{config.model_type}, the language model in {whole}; images and audio are left out" if whole
+                        else str(config.model_type),
         "files": "mapped, for the modules of transformers" if isinstance(stored, GGUF) else files,
         "tokenizer": _reader_of_tokenizer(directory),
         "quantisation": f"{stored.scheme}: {stored.described}" if isinstance(stored, GGUF) else quantisation,

@@ -7,6 +7,7 @@ transformers is imported only when one of the first five is given. Read ``models
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from pagedcore.models.blueprint import Blueprint
     from pagedcore.models.checkpoints.quantized import StoredFormat
     from pagedcore.models.transformers_model import TransformersModel
+
+_log = logging.getLogger("pagedcore")
 
 Loader = Callable[[str, str], Any]
 """``(table, name) -> implementation``: looks an entry of a plugin table up."""
@@ -89,8 +92,9 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         )
     from pagedcore.execution import devices
     from pagedcore.models.checkpoints import auto_int8
-    from pagedcore.models.checkpoints.ownership import require_free
+    from pagedcore.models.checkpoints.ownership import require_free, take_whole
     from pagedcore.models.checkpoints.quantized import stored_format
+    from pagedcore.models.families.wrappers import WHOLE
     from pagedcore.models.linears.stored_weight import has_unpacked
     from pagedcore.models.transformers_model import TransformersModel, layout_maker, requirements_of
 
@@ -111,7 +115,11 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     if config.quantization not in ("none", quantization):
         raise InvalidConfig(f"quantization: got {config.quantization!r} for a {quantization} checkpoint. Leave it.")
     linears = _linears(config, device, load, quantization, is_quantized)
+    given = model
     model = _load(model, stored, config, device)
+    if whole := getattr(model.config, WHOLE, None):
+        _log.info("%s runs as a model of text: its language model is computed as %s, and its other parts are left out.",
+                  whole, model.config.model_type)
     if quantization == AUTO_INT8 and not is_quantized:
         require_free(model)
         auto_int8.apply(model)
@@ -120,6 +128,8 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         linear_name=config.linear_backend, quantization=quantization, kv_cache_dtype=config.kv_cache_dtype,
         device=device,
     )
+    if not is_named and given is not model:
+        take_whole(given)
     if stored is not None and has_unpacked(model):
         raise InternalError("a quantised layer was not packed")
     return backend
@@ -130,6 +140,7 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
     from pagedcore.models.checkpoints.ownership import require_free
     from pagedcore.models.checkpoints.pretrained import computing_dtype, load_pretrained, resolve_dtype, widen_halves
     from pagedcore.models.checkpoints.quantized import load_stored
+    from pagedcore.models.checkpoints.text_models import language_model_of
 
     dtype, trust = device.default_dtype if config.dtype == "auto" else config.dtype, config.trust_remote_code
     if stored is not None:
@@ -140,10 +151,12 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
             model, dtype=dtype, trust_remote_code=trust, is_quick=device.kind == "cpu",
             is_chosen=config.dtype != "auto",
         )
-    elif config.dtype != "auto":
-        # Why: the conversion works in place, on the weights of the engine that has the model.
+    else:
+        # Why first: the conversion works in place, on the weights of the engine that has the model.
         require_free(model)
-        model = model.to(resolve_dtype(config.dtype))
+        model = language_model_of(model)
+        if config.dtype != "auto":
+            model = model.to(resolve_dtype(config.dtype))
     if device.kind == "cpu":
         widen_halves(model)
     return model

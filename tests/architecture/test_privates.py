@@ -14,7 +14,7 @@ DOCUMENTED = {"_replace", "_asdict", "_fields", "_make", "_exit"}
 FOREIGN = {
     *(("pagedcore.models.decoders.fused_match", name) for name in (
         "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")),
-    *(("pagedcore.models.checkpoints.quantized", name) for name in (
+    *(("pagedcore.models.checkpoints.text_models", name) for name in (
         "_buffers", "_init_weights", "_non_persistent_buffers_set")),
     *(("pagedcore.models.linears.packed_linear", name) for name in (
         "_C", "_has_mkldnn", "_is_mkldnn_bf16_supported", "_linear_pointwise", "_nbytes", "_reorder_linear_weight")),

@@ -34,11 +34,11 @@ _HEADS: dict[str, Any] = {**_SMALL, "intermediate_size": 32, "num_attention_head
 
 
 def vision_model() -> transformers.PreTrainedModel:
-    """Two tiny models behind one another: pictures, then text."""
-    sees = transformers.CLIPVisionConfig(**_HEADS, image_size=30, patch_size=15)
-    writes = transformers.LlamaConfig(**_HEADS)
-    return transformers.LlavaForConditionalGeneration(
-        transformers.LlavaConfig(vision_config=sees.to_dict(), text_config=writes.to_dict()))
+    """Two tiny models behind one another: pictures, then text, of which a prompt is read in both directions."""
+    sees = transformers.SiglipVisionConfig(**_HEADS, image_size=30, patch_size=15)
+    writes = transformers.GemmaConfig(**_HEADS)
+    return transformers.PaliGemmaForConditionalGeneration(
+        transformers.PaliGemmaConfig(vision_config=sees.to_dict(), text_config=writes.to_dict()))
 
 
 MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {

@@ -24,6 +24,17 @@ def take(model: nn.Module) -> None:
     _taken.add(model)
 
 
+def take_whole(model: nn.Module) -> None:
+    """Note that an engine has a part of a model, with which it shares parameters, and refuse to load others."""
+    take(model)
+    _refuse_loading(model)
+
+
+def _refuse_loading(model: nn.Module) -> None:
+    for module in model.modules():
+        module.register_load_state_dict_pre_hook(_refuse_change)  # type: ignore[no-untyped-call]
+
+
 def require_free(model: nn.Module) -> None:
     """Refuse a model that an engine has.
 
@@ -40,8 +51,7 @@ class TakenWeights:
     def __init__(self, model: nn.Module) -> None:
         self._parameters = tuple(model.parameters())
         self._states = self._present_states()
-        for module in model.modules():
-            module.register_load_state_dict_pre_hook(_refuse_change)  # type: ignore[no-untyped-call]
+        _refuse_loading(model)
 
     def require_unchanged(self) -> None:
         """Look at every parameter's version and address, which takes a fraction of a microsecond each.

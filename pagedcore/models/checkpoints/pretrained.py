@@ -21,7 +21,10 @@ from pagedcore.errors import InvalidConfig, ModelNotSupported, PagedcoreError, s
 from pagedcore.execution.machine import this_machine
 from pagedcore.models.checkpoints.ownership import require_free
 from pagedcore.models.checkpoints.quick_start import NotQuick, read_model
+from pagedcore.models.checkpoints.tensor_files import name_of_text
+from pagedcore.models.checkpoints.text_models import load_tensors
 from pagedcore.models.checkpoints.weight_files import indexed_names, weight_files
+from pagedcore.models.families import wrappers
 from pagedcore.models.families.supported_models import check_config, check_num_layers
 
 if TYPE_CHECKING:
@@ -72,10 +75,13 @@ def load_pretrained(
     with as_refusals(name), _no_progress_bar():
         weight_files(Path(directory))
         check_num_layers(Path(directory), config)
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
-            local_files_only=is_local, trust_remote_code=trust_remote_code,
-        )
+        if name_of_text(Path(directory)) is not str:
+            model, report = load_tensors(Path(directory), config, resolve_dtype(dtype), trust_remote_code)
+        else:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
+                local_files_only=is_local, trust_remote_code=trust_remote_code,
+            )
     # Why: transformers fills gaps with random numbers.
     if missing := sorted(report["missing_keys"]):
         raise InvalidConfig(
@@ -109,9 +115,12 @@ def load_config(
         )
     if is_quantised:
         raw.pop("quantization_config", None)
-    check_config(raw)
+    if not (is_wrapper := wrappers.is_wrapper(raw)):
+        check_config(raw)
     with as_refusals(name):
         config = AutoConfig.from_pretrained(name, local_files_only=is_local, trust_remote_code=trust_remote_code)
+        if is_wrapper:
+            config = wrappers.text_config(config)
         if is_quantised:
             vars(config).pop("quantization_config", None)
         check_config(config.to_dict())

@@ -29,6 +29,7 @@ from pagedcore.models.checkpoints.pretrained import as_refusals, find_file, find
 from pagedcore.models.checkpoints.quick_start import NotQuick, build_tree
 from pagedcore.models.checkpoints.stored_experts import replace_experts
 from pagedcore.models.checkpoints.tensor_files import FLOATS, TensorFiles
+from pagedcore.models.checkpoints.text_models import compute_buffers
 from pagedcore.models.families.supported_models import check_num_layers
 from pagedcore.models.families.table import module_name
 from pagedcore.models.linears.int8_embedding import FIELD, restore_embedding
@@ -190,7 +191,7 @@ def _tree_of(source: str, stored: StoredFormat, dtype: torch.dtype, trust_remote
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         if (Path(source) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=True)
-        _compute_buffers(model)
+        compute_buffers(model)
     return model
 
 
@@ -255,18 +256,6 @@ def _require_no_bias(files: TensorFiles | GGUF, name: str, size: int) -> None:
     """Refuse a bias that the architecture would ignore; AutoGPTQ writes zeros there."""
     if files.expect(name, (size,), *FLOATS).any():
         raise refusal(f"{name} is not zero, and the architecture has none")
-
-
-def _compute_buffers(model: Any) -> None:
-    """Compute the buffers that no file holds as transformers does it when it loads: by initialising their modules.
-
-    Parameters have no memory yet, so that nothing happens to them.
-    """
-    for module in model.modules():
-        for name in module._non_persistent_buffers_set:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
-        if module._non_persistent_buffers_set:
-            model._init_weights(module)
 
 
 def _map_tensors(model: nn.Module, files: TensorFiles | GGUF) -> None:

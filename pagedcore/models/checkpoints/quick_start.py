@@ -20,7 +20,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pagedcore.errors import ModelNotSupported
+from pagedcore.models.checkpoints.tensor_files import name_of_text
 from pagedcore.models.checkpoints.weight_files import weight_files
+from pagedcore.models.families import wrappers
 from pagedcore.models.families.field_checks import (
     Check,
     is_anything,
@@ -80,7 +82,8 @@ def read_model(directory: Path, dtype: torch.dtype) -> ForCausalLM:
     """
     config, generation = read_config(directory)
     with _weights(directory, config) as files:
-        weights = {module_name(name): file.get_tensor(name).to(dtype) for name, file in files.items()}
+        weights = {module_name(name): file.get_tensor(stored_name).to(dtype)
+                   for name, (file, stored_name) in files.items()}
     return ForCausalLM(config, generation, weights).eval()
 
 
@@ -126,8 +129,11 @@ def read_config(directory: Path, left_out: AbstractSet[str] = frozenset()) -> tu
     """
     _require(not (directory / "adapter_config.json").exists(), "it has an adapter")
     raw = {name: value for name, value in _read_json(directory / "config.json").items() if name not in left_out}
+    is_part, whole = wrappers.is_wrapper(raw), raw.get("model_type")
+    if is_part and (raw := wrappers.raw_text_config(raw) or {}):
+        raw = {name: value for name, value in raw.items() if name not in left_out}
     family = FAMILIES.get(str(raw.get("model_type")))
-    if family is None or raw.get("architectures") != [f"{family.classes}ForCausalLM"]:
+    if family is None or not (is_part or raw.get("architectures") == [f"{family.classes}ForCausalLM"]):
         raise NotQuick(f"it is none of {', '.join(FAMILIES)}")
     # Rule: files have either name, and transformers makes it its own.
     if len(old := [name for name in EXPERT_COUNTS if name in raw]) == 1:
@@ -140,6 +146,8 @@ def read_config(directory: Path, left_out: AbstractSet[str] = frozenset()) -> tu
     _require(raw["num_attention_heads"] % raw["num_key_value_heads"] == 0, "its heads form no groups")
     kept = {*_KEPT, *family.fields.keys() - family.replaced_fields} - {"head_dim"}
     config = _Config(**{name: raw.get(name) for name in sorted(kept)}, rope_parameters=_rope(raw, family))
+    if is_part:
+        setattr(config, wrappers.WHOLE, whole)
     config._attn_implementation = family.attention
     config.dtype = raw.get("dtype") or raw.get("torch_dtype")
     config.head_dim = raw.get("head_dim") or config.hidden_size // config.num_attention_heads
@@ -191,13 +199,17 @@ def _rope_of_one_kind(rope: Any, others: AbstractSet[str] = frozenset()) -> dict
 
 
 @contextmanager
-def _weights(directory: Path, config: _Config) -> Iterator[dict[str, Any]]:
-    """Open the files of weights and yield the one that has each tensor, when all are as they should be."""
+def _weights(directory: Path, config: _Config) -> Iterator[dict[str, tuple[Any, str]]]:
+    """Open the files of weights and yield the one that has each tensor, and its name there, when all are as they should
+    be.
+    """
     with ExitStack() as opened:
         try:
             files = [opened.enter_context(safe_open(path, framework="pt")) for path in weight_files(directory)]
-            holders = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-            _require(sum(len(file.keys()) for file in files) == len(holders), "a tensor is there twice")
+            own_name = name_of_text(directory)
+            names = [(new, file, name) for file in files for name in file.keys() if (new := own_name(name))]  # noqa: SIM118
+            holders = {new: (file, name) for new, file, name in names}
+            _require(len(names) == len(holders), "a tensor is there twice")
             # Safety: layers or experts that files do not have are found before anything of their number is made.
             _require(config.num_hidden_layers <= len(holders), "its files lack tensors")
             num_mixtures = sum(is_mixture(config, number) for number in range(config.num_hidden_layers))
@@ -205,7 +217,8 @@ def _weights(directory: Path, config: _Config) -> Iterator[dict[str, Any]]:
             shapes = shapes_of(config)
             _require(holders.keys() == shapes.keys(), "its files have other tensors than the architecture")
             for name, shape in shapes.items():
-                header = holders[name].get_slice(name)
+                file, stored_name = holders[name]
+                header = file.get_slice(stored_name)
                 is_plain = tuple(header.get_shape()) == shape and header.get_dtype() in ("BF16", "F16", "F32")
                 _require(is_plain, f"{name} has another shape or format")
         except ModelNotSupported as error:

@@ -6,6 +6,7 @@ made; the library has checked by then that a header describes its file and no mo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -13,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from pagedcore.models.checkpoints.weight_files import only_file
+from pagedcore.models.families.wrappers import is_wrapper, text_name
 from pagedcore.models.linears.stored_weight import refusal
 
 FLOATS: Final = ("BF16", "F16", "F32")
@@ -20,7 +22,8 @@ FLOATS: Final = ("BF16", "F16", "F32")
 
 
 class TensorFiles:
-    """All tensors of one directory, by the names that ``rename`` makes of those in the files.
+    """All tensors of one directory, by the names that ``rename`` makes of those in the files; of a wrapper those of its
+    language model.
 
     Raises:
         ModelNotSupported: there are no such files, or they do not hold what the index says.
@@ -33,18 +36,25 @@ class TensorFiles:
         self.directory = directory
         """Where they are."""
         self._places: dict[str, tuple[Any, str]] = {}
+        own_name = name_of_text(directory)
         for path in only_file(directory):
             file: Any = safe_open(path, framework="pt")
             for name in file.keys():  # noqa: SIM118, it is no dictionary
-                if rename(name) in self._places:
+                if not (new := rename(own_name(name))):
+                    continue
+                if new in self._places:
                     raise refusal(f"{name} is in its files twice")
-                self._places[rename(name)] = file, name
+                self._places[new] = file, name
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def unread(self) -> dict[str, Any]:
+        """Return all tensors by name as the library's slices, of which nothing is read yet."""
+        return {name: self._slice(name) for name in self._places}
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape; nothing is read."""
@@ -81,3 +91,12 @@ class TensorFiles:
     def _slice(self, name: str) -> Any:
         file, name = self._places[name]
         return file.get_slice(name)
+
+
+def name_of_text(directory: Path) -> Callable[[str], str]:
+    """Return what makes of a tensor's name in files the one that a model alone has; of a wrapper ``text_name``."""
+    try:
+        config = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return str  # Why: what is wrong with a configuration, its loader says.
+    return text_name if isinstance(config, dict) and is_wrapper(config) else str

@@ -37,6 +37,10 @@ _HEAD: Final = (
     "causal language model that computes the logits of chosen tokens only (logits_to_keep); load the model with its "
     "language model head, by AutoModelForCausalLM"
 )
+_CROSS: Final = (
+    "some layers of its language model attend to an image alone and are left out where there is none, which no other "
+    "architecture does"
+)
 _BYTES: Final = "it groups bytes into patches whose borders depend on the whole input"
 
 _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -55,6 +59,7 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
         "minimax_m3_vl_text",
     ),
     _BYTES: ("blt",),
+    _CROSS: ("mllama", "mllama_text_model"),
 }
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
 _LAYER_TYPES: Final = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
@@ -70,7 +75,10 @@ def check_config(config: Mapping[str, Any]) -> None:
     if config.get("is_encoder_decoder"):
         raise _refusal(name, "it is an encoder-decoder; only decoder-only language models can run")
     if other := next((key for key in _OTHER_INPUTS if config.get(key) is not None), None):
-        raise _refusal(name, f"it wraps a language model with other parts ({other}); load the language model alone")
+        raise _refusal(
+            name, f"it wraps a language model with other parts ({other}), and is none of those whose language model is "
+                  "known to compute the same alone"
+        )
     if config.get("quantization_config") is not None:
         raise _refusal(name, _QUANTIZED)
     if config.get("position_embedding_type") not in (None, "absolute", "rope", "rotary"):
