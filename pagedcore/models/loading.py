@@ -141,6 +141,7 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
     from pagedcore.models.checkpoints.pretrained import computing_dtype, load_pretrained, resolve_dtype, widen_halves
     from pagedcore.models.checkpoints.quantized import load_stored
     from pagedcore.models.checkpoints.text_models import language_model_of
+    from pagedcore.models.checkpoints.unloaded_weights import require_loaded
 
     dtype, trust = device.default_dtype if config.dtype == "auto" else config.dtype, config.trust_remote_code
     if stored is not None:
@@ -154,6 +155,7 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
     else:
         # Why first: the conversion works in place, on the weights of the engine that has the model.
         require_free(model)
+        require_loaded(model)
         model = language_model_of(model)
         if config.dtype != "auto":
             model = model.to(resolve_dtype(config.dtype))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any, Final, NoReturn
 from weakref import WeakSet
 
+import torch
 from torch import nn
 
 from pagedcore.errors import ModelTakenOver
@@ -45,6 +46,12 @@ def require_free(model: nn.Module) -> None:
         raise ModelTakenOver("model: an engine has taken it over. Load the model once more, or share that engine.")
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often torch has seen a write in place."""
+    # torch itself refuses to change inference tensors in place, and counts no versions of theirs.
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class TakenWeights:
     """The parameters that a model still has after it was taken over, and how they were then."""
 
@@ -63,8 +70,7 @@ class TakenWeights:
             _refuse_change()
 
     def _present_states(self) -> list[tuple[int, int]]:
-        # torch itself refuses to change inference tensors in place, and counts no versions of theirs.
-        return [(0 if one.is_inference() else one._version, one.data_ptr()) for one in self._parameters]
+        return [(version_of(one), one.data_ptr()) for one in self._parameters]
 
 
 def _refuse_change(*_: Any) -> NoReturn:
