@@ -17,6 +17,7 @@ from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.model_path import is_gguf
 from pagedcore.models.checkpoints.pretrained import computing_dtype
 from pagedcore.models.checkpoints.quick_start import why_not_quick
+from pagedcore.models.checkpoints.weight_files import has_adapter
 from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.packed_experts import left_alone
@@ -64,6 +65,8 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
         recognise(model, layers)
     except NotFused as why:
         decoder = f"transformers' modules with packed products: {why}"
+    if has_adapter(directory):
+        facts["adapter"] = "the one beside the model is not applied"
     return facts | {"decoder": decoder, "schedule": _schedule(others)}
 
 

@@ -23,7 +23,13 @@ from pagedcore.models.checkpoints.ownership import require_free
 from pagedcore.models.checkpoints.quick_start import NotQuick, read_model
 from pagedcore.models.checkpoints.tensor_files import name_of_text
 from pagedcore.models.checkpoints.text_models import load_tensors
-from pagedcore.models.checkpoints.weight_files import indexed_names, weight_files
+from pagedcore.models.checkpoints.weight_files import (
+    has_adapter,
+    indexed_names,
+    require_model,
+    tell_adapter,
+    weight_files,
+)
 from pagedcore.models.families import wrappers
 from pagedcore.models.families.supported_models import check_config, check_num_layers
 
@@ -60,6 +66,8 @@ def load_pretrained(
         InvalidConfig: there is no such model, or it has no safetensors weights.
     """
     name, is_local = os.fspath(source), Path(source).is_dir()
+    if is_local:
+        tell_adapter(Path(name))
     if is_quick and is_local:
         try:
             quick = read_model(Path(name), resolve_dtype(dtype))
@@ -72,10 +80,12 @@ def load_pretrained(
     config = load_config(name, trust_remote_code=trust_remote_code)
     _tell_format(config.dtype, resolve_dtype(dtype), is_chosen)
     directory = find_weights(name, trust_remote_code)
+    if not is_local:
+        tell_adapter(Path(directory))
     with as_refusals(name), _no_progress_bar():
-        weight_files(Path(directory))
-        check_num_layers(Path(directory), config)
-        if name_of_text(Path(directory)) is not str:
+        check_num_layers(weight_files(Path(directory)), config)
+        # Why also for an adapter: transformers would apply it where peft is installed.
+        if name_of_text(Path(directory)) is not str or has_adapter(Path(directory)):
             model, report = load_tensors(Path(directory), config, resolve_dtype(dtype), trust_remote_code)
         else:
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -101,8 +111,8 @@ def load_config(
     from transformers import AutoConfig, PretrainedConfig
 
     name, is_local = os.fspath(source), Path(source).is_dir()
-    if is_local and not (Path(name) / "config.json").is_file():
-        raise InvalidConfig("model: the directory has no config.json.")
+    if is_local:
+        require_model(Path(name))
     with as_refusals(name, "its configuration could not be read"):
         raw = PretrainedConfig.get_config_dict(name, local_files_only=is_local)[0]
     if not isinstance(raw, dict):

@@ -30,6 +30,7 @@ from pagedcore.models.checkpoints.quick_start import NotQuick, build_tree
 from pagedcore.models.checkpoints.stored_experts import replace_experts
 from pagedcore.models.checkpoints.tensor_files import FLOATS, TensorFiles
 from pagedcore.models.checkpoints.text_models import compute_buffers
+from pagedcore.models.checkpoints.weight_files import only_file, tell_adapter
 from pagedcore.models.families.supported_models import check_num_layers
 from pagedcore.models.families.table import module_name
 from pagedcore.models.linears.int8_embedding import FIELD, restore_embedding
@@ -134,6 +135,7 @@ def load_stored(
     """
     if not isinstance(stored, GGUF):
         source = find_weights(source, trust_remote_code)
+        tell_adapter(Path(source))
     model = _tree_of(source, stored, dtype, trust_remote_code, is_quick)
     with as_refusals(source):
         files = _open_files(source, stored, model)
@@ -186,7 +188,7 @@ def _tree_of(source: str, stored: StoredFormat, dtype: torch.dtype, trust_remote
     config = config_of(source, stored, trust_remote_code)
     with as_refusals(source):
         if not isinstance(stored, GGUF):
-            check_num_layers(Path(source), config)
+            check_num_layers(only_file(Path(source)), config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         if (Path(source) / "generation_config.json").is_file():

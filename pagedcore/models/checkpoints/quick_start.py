@@ -127,7 +127,6 @@ def read_config(directory: Path, left_out: AbstractSet[str] = frozenset()) -> tu
     Raises:
         NotQuick: as ``read_model``.
     """
-    _require(not (directory / "adapter_config.json").exists(), "it has an adapter")
     raw = {name: value for name, value in _read_json(directory / "config.json").items() if name not in left_out}
     is_part, whole = wrappers.is_wrapper(raw), raw.get("model_type")
     if is_part and (raw := wrappers.raw_text_config(raw) or {}):

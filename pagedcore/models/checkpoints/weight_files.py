@@ -8,15 +8,19 @@ is made of them, so names are what is checked.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Final
 
 from pagedcore.config.limits import MAX_INDEX_BYTES
-from pagedcore.errors import ModelNotSupported
+from pagedcore.errors import InvalidConfig, ModelNotSupported
 
+_log = logging.getLogger("pagedcore")
 _WEIGHTS: Final = "model.safetensors"
 _INDEX: Final = "model.safetensors.index.json"
+_ADAPTER: Final = "adapter_config.json"
+_ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 _NAME: Final = re.compile(r"[\w-][\w.+ -]{0,199}\.safetensors")
 """What a file of weights may be called: no directory, no link upward, nothing that a shell or the hub would expand."""
 _PICKLES: Final = frozenset((".bin", ".ckpt", ".pkl", ".pt", ".pth"))
@@ -26,14 +30,8 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the files that have the weights, in the order of their names; nothing of them is read.
 
     Raises:
-        ModelNotSupported: there are none, the index names what is no safetensors file of the directory, or there is an
-            adapter beside.
+        ModelNotSupported: there are none, or the index names what is no safetensors file of the directory.
     """
-    if (directory / "adapter_config.json").exists():
-        raise ModelNotSupported(
-            "model: its directory has an adapter (adapter_config.json), which would not be applied. Merge it into the "
-            "weights, with merge_and_unload of peft, and save these."
-        )
     if (directory / _WEIGHTS).is_file():
         return [directory / _WEIGHTS]
     names = indexed_names(directory)
@@ -42,6 +40,34 @@ def weight_files(directory: Path) -> list[Path]:
     if missing := [name for name in names if not (directory / name).is_file()]:
         raise ModelNotSupported(f"model: its index names {missing[0]!r}, which is no file of its directory.")
     return [directory / name for name in names]
+
+
+def has_adapter(directory: Path) -> bool:
+    """Whether there is an adapter, beside a model or alone."""
+    return (directory / _ADAPTER).exists()
+
+
+def tell_adapter(directory: Path) -> None:
+    """Log that an adapter beside a model is not applied, if there is one."""
+    if has_adapter(directory):
+        _log.info("An adapter lies beside the model (%s): the model runs without it.", _ADAPTER)
+
+
+def require_model(directory: Path) -> None:
+    """Refuse a directory that has no configuration of a model.
+
+    Raises:
+        ModelNotSupported: it has an adapter alone.
+        InvalidConfig: it has nothing of a model.
+    """
+    if (directory / "config.json").is_file():
+        return
+    if has_adapter(directory):
+        raise ModelNotSupported(
+            f"model: the directory has an adapter ({_ADAPTER}) and no model. Name its base model, or merge it into "
+            "that, with merge_and_unload of peft, and save the result."
+        )
+    raise InvalidConfig("model: the directory has no config.json.")
 
 
 def indexed_names(directory: Path) -> list[str]:
@@ -73,17 +99,21 @@ def indexed_names(directory: Path) -> list[str]:
 
 def only_file(directory: Path) -> list[Path]:
     """Return the files as ``weight_files``, or the only one that there is, whatever its name; errors as there."""
-    found = sorted(directory.glob("*.safetensors"))
+    found = [path for path in sorted(directory.glob("*.safetensors")) if path.name != _ADAPTER_WEIGHTS]
     has_usual = any((directory / name).is_file() for name in (_WEIGHTS, _INDEX))
     return found if len(found) == 1 and not has_usual else weight_files(directory)
 
 
 def _refuse_others(directory: Path) -> None:
+    if (directory / _ADAPTER_WEIGHTS).is_file():
+        raise ModelNotSupported(
+            f"model: it has the weights of an adapter ({_ADAPTER_WEIGHTS}) and none of a model. Put those beside."
+        )
     pickles = sorted(path.name for path in directory.iterdir() if path.suffix.lower() in _PICKLES)
     if pickles:
         raise ModelNotSupported(
             f"model: its weights are in {pickles[0][:80]!r}, a format whose reading can run code; only safetensors are "
             "read. If you trust its source, load it with transformers and save it again with save_pretrained."
         )
-    number = len(list(directory.glob("*.safetensors")))
+    number = len([path for path in directory.glob("*.safetensors") if path.name != _ADAPTER_WEIGHTS])
     raise ModelNotSupported(f"model: it has {number} safetensors files and no {_WEIGHTS} or {_INDEX}.")

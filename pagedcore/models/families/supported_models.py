@@ -9,7 +9,7 @@ otherwise. ``attention/layers.py`` has the checks on a running model, ``self_tes
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -119,11 +119,11 @@ def check_device(model: nn.Module, allowed: str = "cpu") -> None:
             raise InvalidConfig(f"model: it has weights on {kind!r}, allowed is {allowed!r}. Move it there.")
 
 
-def check_num_layers(directory: Path, config: Any) -> None:
-    """Refuse more layers than a directory's files have tensors, before a layer is made.
+def check_num_layers(files: Sequence[Path], config: Any) -> None:
+    """Refuse more layers than files of safetensors have tensors, before a layer is made.
 
     Args:
-        directory: nothing is refused if it has no safetensors.
+        files: with the model's weights.
         config: as transformers has it.
 
     Raises:
@@ -132,10 +132,10 @@ def check_num_layers(directory: Path, config: Any) -> None:
     """
     num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     num_tensors = 0
-    for path in (paths := sorted(directory.glob("*.safetensors"))):
+    for path in files:
         with safe_open(path, framework="pt") as file:
             num_tensors += len(file.keys())
-    if paths and isinstance(num_layers, int) and num_layers > num_tensors:
+    if isinstance(num_layers, int) and num_layers > num_tensors:
         raise ModelNotSupported(f"model: num_hidden_layers is {num_layers}, and its files have {num_tensors} tensors.")
 
 

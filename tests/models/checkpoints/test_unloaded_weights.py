@@ -37,7 +37,7 @@ def test_a_class_of_text_loaded_from_a_wrapper_is_refused(
 def test_one_weight_that_is_missing_is_enough(tmp_path: Path) -> None:
     """The output layer of a model whose files have none."""
     tiny_model("llama").model.save_pretrained(tmp_path)
-    with pytest.raises(InvalidConfig, match="1 of its weights are random numbers, lm_head.weight"):
+    with pytest.raises(InvalidConfig, match=r"1 of its weights are random numbers, lm_head.weight"):
         take(transformers.LlamaForCausalLM.from_pretrained(tmp_path))
 
 

@@ -176,12 +176,40 @@ def test_pickles_are_refused_with_the_reason(name: str, is_quick: bool, tmp_path
     assert "save_pretrained" in message
 
 
-def test_an_adapter_is_refused(tmp_path: Path) -> None:
-    """transformers would load it, from a pickle too, or answer without it: neither is what was asked for."""
+ADAPTER = '{"peft_type": "LORA", "base_model_name_or_path": "../other"}'
+
+
+@pytest.mark.usefixtures("no_pickles")
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_a_model_beside_an_adapter_runs_without_it(
+    is_quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers would apply it where peft is installed, from a pickle too: it is never given the directory."""
+    def applied(*_: object, **__: object) -> None:
+        raise AssertionError("the adapter was looked for")
+
+    expected = load(plain(tmp_path), is_quick=is_quick).state_dict()
+    (tmp_path / "adapter_config.json").write_text(ADAPTER)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"damaged")
+    monkeypatch.setattr("transformers.integrations.peft.is_peft_available", lambda *_: True)
+    monkeypatch.setattr("transformers.integrations.peft.find_adapter_config_file", applied)
+    caplog.set_level("INFO", "pagedcore")
+    found = load(tmp_path, is_quick=is_quick).state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert ["adapter" in one.message for one in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("names", [["config.json"], [], ["config.json", "model.safetensors"]], ids=str)
+def test_an_adapter_alone_is_refused_with_that_word(names: list[str], tmp_path: Path) -> None:
+    """Without a model's weights, without its configuration, or without both."""
     plain(tmp_path)
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "../other"}')
+    (tmp_path / "adapter_config.json").write_text(ADAPTER)
+    (tmp_path / "adapter_model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes())
+    for name in {"config.json", "model.safetensors"} - {*names} or {"config.json"}:
+        (tmp_path / name).unlink()
     for is_quick in (True, False):
-        assert "merge_and_unload" in refused(partial(load, tmp_path, is_quick=is_quick), tmp_path)
+        assert " adapter (adapter_" in refused(partial(load, tmp_path, is_quick=is_quick), tmp_path)
 
 
 @pytest.mark.parametrize("field", [
