@@ -41,6 +41,12 @@ _CROSS: Final = (
     "some layers of its language model attend to an image alone and are left out where there is none, which no other "
     "architecture does"
 )
+_ENCODER_DECODER: Final = "it is an encoder-decoder; only decoder-only language models can run"
+_OWN_POSITIONS: Final = (
+    "it is the decoder of an encoder-decoder: it counts positions by the length of its cache and takes none, which a "
+    "batch of several sequences needs"
+)
+_OFFSET: Final = "it is an encoder used as a decoder, which counts positions from the id of its padding token on"
 _BYTES: Final = "it groups bytes into patches whose borders depend on the whole input"
 
 _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -59,6 +65,8 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
         "minimax_m3_vl_text",
     ),
     _BYTES: ("blt",),
+    _OWN_POSITIONS: ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"),
+    _OFFSET: ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
     _CROSS: ("mllama", "mllama_text_model"),
 }
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
@@ -70,10 +78,10 @@ _OTHER_INPUTS: Final = ("vision_config", "audio_config", "text_config", "speech_
 def check_config(config: Mapping[str, Any]) -> None:
     """Refuse what a configuration, as a dictionary, already shows to be impossible."""
     name = str(config.get("model_type", "unknown"))
+    if config.get("is_encoder_decoder"):
+        raise _refusal(name, _ENCODER_DECODER)
     if name in _REFUSED:
         raise _refusal(name, _REFUSED[name])
-    if config.get("is_encoder_decoder"):
-        raise _refusal(name, "it is an encoder-decoder; only decoder-only language models can run")
     if other := next((key for key in _OTHER_INPUTS if config.get(key) is not None), None):
         raise _refusal(
             name, f"it wraps a language model with other parts ({other}), and is none of those whose language model is "
@@ -81,7 +89,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         )
     if config.get("quantization_config") is not None:
         raise _refusal(name, _QUANTIZED)
-    if config.get("position_embedding_type") not in (None, "absolute", "rope", "rotary"):
+    if config.get("position_embedding_type") not in (None, "absolute", "nope", "rope", "rotary"):
         raise _refusal(name, f"its positions are of type {config['position_embedding_type']!r}")
     _check_layer_types(name, config.get("layer_types"))
 

@@ -57,6 +57,9 @@ def test_models_with_state_are_refused_by_name(name: str) -> None:
     ({"model_type": "new", "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
     ({"model_type": "deepseek_v32"}, "selection of positions"),
     ({"model_type": "blt"}, "patches"),
+    ({"model_type": "bart", "is_encoder_decoder": True}, "it is an encoder-decoder"),
+    ({"model_type": "bart", "is_encoder_decoder": False}, "decoder of an encoder-decoder.*length of its cache"),
+    ({"model_type": "roberta", "is_decoder": True}, "from the id of its padding token on"),
     ({"model_type": "llama", "position_embedding_type": "relative_key"}, "relative_key"),
 ], ids=lambda value: value if isinstance(value, str) else value["model_type"])
 def test_configurations_are_refused_with_the_reason(config: dict[str, Any], reason: str) -> None:
@@ -64,6 +67,34 @@ def test_configurations_are_refused_with_the_reason(config: dict[str, Any], reas
     with pytest.raises(ModelNotSupported, match=reason) as caught:
         supported_models.check_config(config)
     assert repr(config["model_type"]) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["bart", "mbart", "pegasus", "roberta", "xmod"])
+def test_what_is_refused_by_its_positions_would_fail_the_self_test(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The names stand for what these models do: with the list gone, the last guard finds it."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {"vocab_size": 99, "hidden_size": 32, "d_model": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "intermediate_size": 32, "max_position_embeddings": 64, "decoder_layers": 2, "decoder_attention_heads": 2,
+             "decoder_ffn_dim": 32, "encoder_layers": 1, "encoder_ffn_dim": 32, "languages": ["en_XX"],
+             "default_language": "en_XX"}  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**sizes, is_decoder=True)).eval()
+    with pytest.raises(ModelNotSupported, match="counts positions"):
+        take_over(model)
+    monkeypatch.setattr(supported_models, "_REFUSED", {})
+    with pytest.raises(ModelNotSupported, match="self-test failed"):
+        take_over(model)
+
+
+def test_a_model_without_positions_runs() -> None:
+    """"nope" is what Granite 4 says of it; the self-test compares the model with itself."""
+    attention = {"layer_types": ["attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 96}
+    model = tiny_model("granitemoehybrid", **attention, position_embedding_type="nope")
+    assert model.model.rotary_emb is None
+    take_over(model)
 
 
 def test_an_unnamed_model_that_ignores_the_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
