@@ -203,12 +203,13 @@ KINDS: dict[str, Kind] = {
         _gptq_config(desc_act=True), lambda one: gptq(one, 4, 1), layer={"is_reordered": True}
     ),
     "gptq-v2": Kind(
-        _gptq_config(checkpoint_format="gptq_v2"), lambda one: gptq(one, 4, 2),
+        _gptq_config(sym=False, checkpoint_format="gptq_v2"), lambda one: gptq(one, 4, 2),
         layer={"is_symmetric": False, "least_zero": 0},
     ),
+    "gptq-called-v1": Kind(_gptq_config(checkpoint_format="gptq"), lambda one: gptq(one, 4, 2)),
     "gptq-whole": Kind(_gptq_config(group_size=-1), lambda one: gptq(one, 4, 1), layer={"group_size": 0}),
     "gptq-8": Kind(
-        _gptq_config(bits=8), lambda one: gptq(one, 8, 1), "w8a16", {"bits": 8, "is_symmetric": False}
+        _gptq_config(bits=8, sym=False), lambda one: gptq(one, 8, 1), "w8a16", {"bits": 8, "is_symmetric": False}
     ),
     "awq": Kind(
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, awq,

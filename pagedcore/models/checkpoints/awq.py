@@ -22,6 +22,11 @@ from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredWeight
 _PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """The place in a word of outputs 0 to 7."""
 _BITS: Final = 4
+_BACKENDS: Final = frozenset({
+    "autoawq", "auto", "auto_trainable", "machete", "marlin", "exllama_v1", "exllama_v2", "gemm", "gemm_triton",
+    "torch_awq", "torch_fused_awq",
+})
+"""Kernels that read the layout "gemm", which a file may name; others ("gemv", "llm-awq") have layouts of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +46,17 @@ class AWQ:
         """
         bits = config.get("bits", config.get("w_bit"))
         size = config.get("group_size", config.get("q_group_size"))
-        version, has_zeros = str(config.get("version", "gemm")).lower(), config.get("zero_point", True)
+        # Why two names: transformers 5 writes "format" too, as GPTQModel does.
+        layouts = {str(config.get(name) or "gemm").lower() for name in ("version", "format")}
+        has_zeros, backend = config.get("zero_point", True), config.get("backend") or "auto"
         if bits != _BITS or type(size) is not int or size == 0 or size < -1:
             raise refusal(f"AWQ with {bits!r} bits in groups of {size!r}")
-        if version != "gemm" or has_zeros is not True or config.get("backend", "autoawq") != "autoawq":
-            raise refusal(f"AWQ of version {version!r} with zero_point {has_zeros!r}")
+        if others := sorted(layouts - {"gemm"}):
+            raise refusal(f"AWQ of version {others[0]!r}")
+        if has_zeros is not True:
+            raise refusal(f"AWQ with zero_point {has_zeros!r}")
+        if not isinstance(backend, str) or backend not in _BACKENDS:
+            raise refusal(f"AWQ for the backend {backend!r}")
         return cls(size)
 
     def weight(self, files: TensorFiles, name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight | None:

@@ -5,7 +5,8 @@ Owns what their configuration may say and what their tensors are. Of a layer [ou
     qweight  int32 [in * bits / 32, out]        scales  float [groups, out]
     qzeros   int32 [groups, out * bits / 32]    g_idx   int32 [in]
 
-The format "gptq" (v1) holds a zero point less one, "gptq_v2" holds it as it is.
+The format "gptq" (v1) holds a zero point less one, "gptq_v2" holds it as it is. Zero points of symmetric files are half
+of the range, so that what they hold tells the format, whichever they name.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class GPTQ:
     """-1: one group for each output."""
     zero_offset: int
     """What a stored zero point lacks."""
+    is_symmetric: bool
 
     @property
     def scheme(self) -> str:
@@ -53,10 +55,12 @@ class GPTQ:
             raise refusal(f"GPTQ in the format {'marlin' if config.get('is_marlin_format') else layout!r}")
         if str(config.get("pack_dtype") or "int32").removeprefix("torch.") != "int32":
             raise refusal(f"GPTQ with words of {config['pack_dtype']!r}")
-        # Why: GPTQModel's rules that give some layers other bits or groups, or none.
-        if config.get("dynamic"):
+        # GPTQModel's rules by names of layers: "-:" leaves layers as they are, which the files show too; others give
+        # them bits or groups of their own.
+        rules = config.get("dynamic") or {}
+        if not isinstance(rules, Mapping) or not all(str(name).startswith("-:") for name in rules):
             raise refusal("GPTQ with settings of single layers (dynamic)")
-        return cls(bits, size, int(layout == "gptq"))
+        return cls(bits, size, int(layout == "gptq"), config.get("sym") is True)
 
     def weight(self, files: TensorFiles, name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight | None:
         """Return the weight of a layer by its name, or ``None`` if the files hold it as numbers.
@@ -90,6 +94,10 @@ class GPTQ:
     def _zeros(self, packed: torch.Tensor, name: str) -> torch.Tensor | None:
         """Return int8 [out, groups] less half of the range, or ``None`` if all are then 0, as in symmetric files."""
         zeros, largest = unpack(packed, self.bits).t(), 2 ** (self.bits - 1) - 1
+        if self.is_symmetric:
+            if not ((zeros == 0).all() or (zeros == -1).all()):
+                raise refusal(f"{name} has zero points that are not half of the range, and the file says sym: true")
+            return None
         if self.zero_offset and (zeros == largest).any():
             raise refusal(
                 f"{name} has zero points out of the range of the format 'gptq', which libraries read in different "

@@ -83,6 +83,33 @@ def test_a_checkpoint_computes_its_numbers(kind: str, tmp_path: Path) -> None:
         assert np.abs(actual - wanted).max() < 2e-3
 
 
+def changed(kind: str, **changes: Any) -> dict[str, Any]:
+    """The configuration of a kind with other fields."""
+    return {**KINDS[kind].config, **changes}
+
+
+def _as_transformers_writes_them() -> dict[str, tuple[str, dict[str, Any]]]:
+    from transformers.utils import quantization_config as written
+
+    of_awq = written.AwqConfig.from_dict(KINDS["awq"].config)
+    return {
+        "awq": ("awq", of_awq.to_dict()), "awq, by 5": ("awq", written.AwqConfig(bits=4, group_size=32).to_dict()),
+        "gptq": ("gptq", written.GPTQConfig(bits=4, group_size=32).to_dict()),
+        "gptq, without routers": ("gptq", changed("gptq", dynamic={"-:.*.mlp.gate.*": {}, "-:lm_head": {}})),
+        "bnb-nf4": ("bnb-nf4", written.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4").to_dict()),
+        "bnb-int8": ("bnb-int8", written.BitsAndBytesConfig(load_in_8bit=True).to_dict()),
+    }
+
+
+@pytest.mark.parametrize("case", _as_transformers_writes_them())
+def test_a_description_that_transformers_writes_is_read(case: str, tmp_path: Path) -> None:
+    """A checkpoint that transformers has saved again is the same model, and so is one whose rules leave layers out."""
+    kind, config = _as_transformers_writes_them()[case]
+    wanted = scores_of_transformers(write_checkpoint(tmp_path, kind))
+    change_config(tmp_path, quantization_config=json.loads(json.dumps(config)))
+    assert np.abs(scores_of(tmp_path) - wanted).max() < 2e-3
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "phi3", "qwen3"])
 def test_families_compute_their_numbers(family: str, tmp_path: Path) -> None:
     """Biases, buffers that no file holds, other names of projections, and norms of heads are taken along."""
@@ -185,11 +212,6 @@ def refused(directory: Path, **settings: Any) -> str:
     return str(caught.value)
 
 
-def changed(kind: str, **changes: Any) -> dict[str, Any]:
-    """The configuration of a kind with other fields."""
-    return {**KINDS[kind].config, **changes}
-
-
 def with_scheme(kind: str, **changes: Any) -> dict[str, Any]:
     """A configuration of compressed-tensors whose one group has other fields; dictionaries are merged."""
     group = KINDS[kind].config["config_groups"]["group_0"]
@@ -212,9 +234,12 @@ TWO_SCHEMES = {"a": W4A16["config_groups"]["group_0"],
     (changed("gptq", bits=3), "3 bits"), (changed("gptq", group_size=0), "groups of 0"),
     (changed("gptq", group_size=True), "groups of True"), (changed("gptq", group_size="128"), "groups of '128'"),
     (changed("gptq", checkpoint_format="marlin"), "'marlin'"), (changed("gptq", is_marlin_format=True), "marlin"),
-    (changed("gptq", dynamic={"-:lm_head": {}}), "dynamic"), (changed("gptq", pack_dtype="int16"), "'int16'"),
+    (changed("gptq", dynamic={"-:lm_head": {}, r"+:.*\.q_proj": {"bits": 8}}), "dynamic"),
+    (changed("gptq", dynamic=["-:lm_head"]), "dynamic"), (changed("gptq", pack_dtype="int16"), "'int16'"),
     (changed("awq", bits=8), "8 bits"), (changed("awq", version="gemv"), "'gemv'"),
-    (changed("awq", zero_point=False), "zero_point False"), (changed("awq", group_size=None), "groups of None"),
+    (changed("awq", format="llm-awq"), "version 'llm-awq'"), (changed("awq", backend="gemv"), "the backend 'gemv'"),
+    (changed("awq", backend=["auto"]), "the backend"), (changed("awq", zero_point=False), "zero_point False"),
+    (changed("awq", group_size=None), "groups of None"),
     (changed("ct-w8a8", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
     (changed("ct-w8a8", transform_config={"config_groups": {"u": {}}}), "transform_config"),
     (changed("ct-w8a8", sparsity_config={"format": "sparse-24-bitmask"}), "sparse"),
@@ -258,7 +283,8 @@ def like(directory: Path, name: str) -> torch.Tensor:
     ("gptq", "qweight", lambda t: t.float(), "is F32"), ("gptq", "scales", lambda t: t * torch.inf, "not finite"),
     ("gptq", "scales", lambda t: t * torch.nan, "not finite"), ("gptq", "scales", lambda t: t.int(), "is I32"),
     ("gptq", "g_idx", lambda t: t * 0, "g_idx"), ("gptq", "g_idx", lambda t: t - 1, "g_idx"),
-    ("gptq", "g_idx", lambda t: t + 2**30, "g_idx"), ("gptq", "qzeros", lambda t: t * 0 - 1, "libraries read"),
+    ("gptq", "g_idx", lambda t: t + 2**30, "g_idx"), ("gptq-zeros", "qzeros", lambda t: t * 0 - 1, "libraries read"),
+    ("gptq", "qzeros", lambda t: t + 1, "not half of the range"),
     ("gptq", "bias", lambda _: torch.ones(64), "bias is not zero"), ("awq", "qzeros", lambda t: t[:1], r"\[1, 8\]"),
     ("awq", "scales", lambda t: t[:, :8], r"\[2, 8\]"), ("ct-w4a16", "weight_scale", None, "q_proj.weight is missing"),
     ("ct-w4a16", "weight_packed", lambda t: t.repeat(2, 1), r"\[128, 8\]"),
