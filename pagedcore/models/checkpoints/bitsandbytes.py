@@ -32,6 +32,8 @@ from pagedcore_kernels.cpu.matmul.grouped_tiles import CODEBOOKS
 _STORAGE: Final = {"uint8": (1, "U8"), "int8": (1, "I8"), "float16": (2, "F16"), "bfloat16": (2, "BF16"),
                    "float32": (4, "F32")}  # fmt: skip
 """Number formats that a file may say 4 bits are: bytes and name, by the name in the configuration."""
+_TYPES: Final = ("nf4", "fp4")
+"""Those of ``CODEBOOKS`` that the library writes."""
 _MOST_STATE: Final = 4096
 """Most bytes of the JSON of a layer; the library writes about 200."""
 _MOST_BLOCK: Final = 2**16
@@ -63,7 +65,7 @@ class BitsAndBytes:
             raise refusal(f"bitsandbytes with load_in_8bit={eight!r} and load_in_4bit={four!r}")
         kind, storage = (config.get(name) or default for name, default in
                          (("bnb_4bit_quant_type", "fp4"), ("bnb_4bit_quant_storage", "uint8")))
-        if four and not (isinstance(kind, str) and kind in CODEBOOKS and str(storage) in _STORAGE):
+        if four and not (isinstance(kind, str) and kind in _TYPES and str(storage) in _STORAGE):
             raise refusal(f"bitsandbytes with 4 bits of the type {kind!r}, stored as {storage!r}")
         return cls(str(kind) if four else "", str(storage))
 

@@ -25,6 +25,7 @@ from pagedcore.models.checkpoints.compressed_tensors import CompressedTensors
 from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.gptq import GPTQ
 from pagedcore.models.checkpoints.model_path import is_gguf
+from pagedcore.models.checkpoints.mxfp4 import Mxfp4
 from pagedcore.models.checkpoints.pretrained import as_refusals, find_file, find_weights, load_config
 from pagedcore.models.checkpoints.quick_start import NotQuick, build_tree
 from pagedcore.models.checkpoints.stored_experts import replace_experts
@@ -59,7 +60,7 @@ class StoredFormat(Protocol):
 
 _FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], StoredFormat]]] = {
     "compressed-tensors": CompressedTensors.of, "gptq": GPTQ.of, "awq": AWQ.of,
-    "bitsandbytes": BitsAndBytes.of,
+    "bitsandbytes": BitsAndBytes.of, "mxfp4": Mxfp4.of,
 }
 
 
@@ -227,7 +228,10 @@ def replace_weights(model: nn.Module, files: TensorFiles | GGUF, stored: StoredF
 
     if isinstance(stored, GGUF):
         stored.require_names(model.state_dict())
-    num_replaced = 0 if isinstance(files, GGUF) else replace_experts(model, files, weight_of)
+    if isinstance(stored, Mxfp4) and isinstance(files, TensorFiles):
+        num_replaced = stored.replace_experts(model, files, dtype)
+    else:
+        num_replaced = 0 if isinstance(files, GGUF) else replace_experts(model, files, weight_of)
     for name, module in model.named_modules():
         if isinstance(stored, GGUF) and type(module) is nn.Embedding:
             stored.replace_embedding(name, module, dtype)
