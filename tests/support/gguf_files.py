@@ -21,14 +21,17 @@ Array = npt.NDArray[Any]
 TYPES = {
     "f32": (0, 1, 4), "f16": (1, 1, 2), "q4_0": (2, 32, 18), "q4_1": (3, 32, 20), "q5_0": (6, 32, 22),
     "q5_1": (7, 32, 24), "q8_0": (8, 32, 34), "q4_k": (12, 256, 144), "q5_k": (13, 256, 176), "q6_k": (14, 256, 210),
-    "bf16": (30, 1, 2),
+    "bf16": (30, 1, 2), "q2_k": (10, 256, 84), "q3_k": (11, 256, 110), "iq4_nl": (20, 32, 18),
+    "iq4_xs": (23, 256, 136), "mxfp4": (39, 32, 17),
 }
 QUANTISED = [name for name, (_, size, _) in TYPES.items() if size > 1]
 #: Where the float16 of a block are, and the largest integer of a number.
 _HALVES = {"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q5_k": (0, 2),
-           "q6_k": (208,)}
+           "q6_k": (208,), "q2_k": (80, 82), "q3_k": (108,), "iq4_nl": (0,), "iq4_xs": (0,), "mxfp4": ()}
 _LARGEST = {"q4_0": 8, "q4_1": 15, "q5_0": 16, "q5_1": 31, "q8_0": 127, "q4_k": 15 * 63, "q5_k": 31 * 63,
-            "q6_k": 32 * 127}
+            "q6_k": 32 * 127, "q2_k": 3 * 15, "q3_k": 4 * 32, "iq4_nl": 127, "iq4_xs": 127 * 32}
+_CURVE = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass
@@ -48,9 +51,12 @@ def random_blocks(rng: np.random.Generator, kind: str, shape: tuple[int, int]) -
     for number, place in enumerate(_HALVES[kind]):
         # Least numbers are half of the largest ones, so that weights have both signs.
         sign = -1.0 if number and kind in ("q4_1", "q5_1") else 1.0
-        top = 0.3 / _LARGEST[kind] if not number else 0.15 / (63 if kind.endswith("k") else 1)
+        most_least = {"q4_k": 63, "q5_k": 63, "q2_k": 15}.get(kind, 1)
+        top = 0.3 / _LARGEST[kind] if not number else 0.15 / most_least
         scales = (sign * rng.uniform(0.5, 1.0, len(blocks)) * top).astype(np.float16)
         blocks[:, place : place + 2] = scales[:, None].view(np.uint8)
+    if kind == "mxfp4":
+        blocks[:, 0] = rng.integers(119, 123, len(blocks))
     return Tensor(kind, shape, blocks.tobytes())
 
 
@@ -77,7 +83,16 @@ def numbers_of_blocks(tensor: Tensor) -> Array:
 
 def _number(kind: str, blocks: Array, i: int) -> Array:
     """Return number ``i`` of every block."""
-    d, octets = _half(blocks, _HALVES[kind][0]), blocks.T.astype(np.int32)
+    octets = blocks.T.astype(np.int32)
+    if kind == "mxfp4":
+        value = octets[1 + i % 16] >> 4 * (i // 16) & 15
+        number = np.array([*_E2M1, *(-one for one in _E2M1)], np.float32)[value]
+        return np.ldexp(number, octets[0] - 127).astype(np.float32)
+    d = _half(blocks, _HALVES[kind][0])
+    if kind in ("iq4_nl", "iq4_xs"):
+        return _of_curve(kind, d, octets, i)
+    if kind in ("q2_k", "q3_k"):
+        return _of_two_bits(kind, d, blocks, octets, i)
     if kind == "q8_0":
         return d * blocks[:, 2 + i].view(np.int8).astype(np.float32)
     if kind == "q6_k":
@@ -91,6 +106,28 @@ def _number(kind: str, blocks: Array, i: int) -> Array:
     if kind.endswith("1"):
         return d * value.astype(np.float32) + _half(blocks, 2)
     return d * (value - (16 if kind == "q5_0" else 8)).astype(np.float32)
+
+
+def _of_curve(kind: str, d: Array, octets: Array, i: int) -> Array:
+    begin, group, place = (2, 0, i) if kind == "iq4_nl" else (8 + 16 * (i // 32), i // 32, i % 32)
+    number = np.array(_CURVE, np.float32)[octets[begin + place % 16] >> 4 * (place // 16) & 15]
+    if kind == "iq4_nl":
+        return d * number
+    scale = octets[4 + group // 2] >> 4 * (group % 2) & 15 | (octets[2 + group // 4] >> 2 * (group % 4) & 3) << 4
+    return d * (scale - 32).astype(np.float32) * number
+
+
+def _of_two_bits(kind: str, d: Array, blocks: Array, octets: Array, i: int) -> Array:
+    """Numbers of 16 have a scale; a byte has a number of each quarter of a half of the block."""
+    group, begin = i // 16, 16 if kind == "q2_k" else 32
+    value = octets[begin + 32 * (i // 128) + i % 32] >> 2 * (i // 32 % 4) & 3
+    if kind == "q2_k":
+        product = d * (octets[group] & 15).astype(np.float32) * value.astype(np.float32)
+        return product - _half(blocks, 82) * (octets[group] >> 4).astype(np.float32)
+    value = value + 4 * (octets[i % 32] >> i // 32 & 1) - 4
+    low = octets[96 + group % 8] >> 4 * (group // 8) & 15
+    scale = (low | (octets[104 + group % 4] >> 2 * (group // 4) & 3) << 4) - 32
+    return d * scale.astype(np.float32) * value.astype(np.float32)
 
 
 def _half(blocks: Array, place: int) -> Array:

@@ -118,7 +118,7 @@ class GGUF:
         return StoredWeight(
             scheme_of(kind.bits), shape, dtype, shape[1] // kind.size * kind.num_groups, [rows],
             lambda: kind.weight(rows if order is None else rows[order], name), has_least=kind.has_least,
-            has_halves=kind.has_halves,
+            has_halves=kind.has_halves, codebook=kind.codebook,
         )
 
     def numbers(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -7,6 +7,7 @@ all of these.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -22,6 +23,8 @@ _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 ``QuantizedWeight.zeros``."""
 _AT_ONCE: Final = 2**22
 """Numbers that are decoded at a time, so that a matrix takes little memory besides its integers."""
+_LARGEST_EXPONENT: Final = 252
+"""As files have it, 127 more than that of two."""
 _ONE_LEVEL: Final = 32
 """Numbers of a block whose scale is one of its own; larger blocks have scales of two levels."""
 
@@ -43,11 +46,15 @@ class BlockType:
     has_least: bool = False
     """Whether something is subtracted from products of scales and integers."""
     decode: Callable[[Blocks], _Parts] | None = None
+    codebook: str = ""
+    """What integers of 4 bits count, of ``CODEBOOKS``; "": themselves."""
+    has_exponents: bool = False
+    """Whether scales are powers of two."""
 
     @property
     def has_halves(self) -> bool:
         """Whether scales, and what is subtracted, are float16."""
-        return self.decode is not None and self.size == _ONE_LEVEL
+        return self.decode is not None and self.size == _ONE_LEVEL and not self.has_exponents
 
     def weight(self, rows: torch.Tensor, name: str) -> QuantizedWeight:
         """Return what uint8 [rows, bytes of a row] hold; ``name`` is for the error.
@@ -67,7 +74,8 @@ class BlockType:
             all_least += [] if least is None else [least.flatten(1)]
         if not all(part.isfinite().all() for part in (*all_scales, *all_least)):
             raise refusal(f"{name} has scales that are not finite")
-        return QuantizedWeight(values, torch.cat(all_scales), torch.cat(all_least) if self.has_least else None)
+        least = torch.cat(all_least) if self.has_least else None
+        return QuantizedWeight(values, torch.cat(all_scales), least, self.codebook)
 
 
 def _halves(blocks: Blocks, begin: int) -> torch.Tensor:
@@ -79,6 +87,12 @@ def _halves(blocks: Blocks, begin: int) -> torch.Tensor:
 def _nibbles(octets: torch.Tensor) -> torch.Tensor:
     """Return the low halves of [..., n] bytes, then the high ones: [..., 2 * n]."""
     return torch.cat((octets & 15, octets >> 4), dim=-1)
+
+
+def _counts(octets: torch.Tensor) -> torch.Tensor:
+    """Return the low halves of [..., n] bytes, then the high ones, as what counts a codebook: from -8 to 7."""
+    low, high = octets.view(torch.int8) << 4 >> 4, octets.view(torch.int8) >> 4
+    return torch.cat((low, high), dim=-1)
 
 
 def _split(octets: torch.Tensor, count: int, size: int) -> torch.Tensor:
@@ -143,6 +157,42 @@ def _q6_k(blocks: Blocks) -> _Parts:
     return (low | high << 4).view(torch.int8) - 32, _halves(blocks, 208).float() * scales, None
 
 
+def _two_bits(octets: torch.Tensor) -> torch.Tensor:
+    """Return 256 numbers of two bits of [..., 64] bytes, in the order of the k-types."""
+    return _bits(_split(octets, 2, 32), 2).flatten(-3)
+
+
+def _q2_k(blocks: Blocks) -> _Parts:
+    scales, least = blocks[..., :16] & 15, blocks[..., :16] >> 4
+    values = _two_bits(blocks[..., 16:80])
+    return values, _halves(blocks, 80).float() * scales, _halves(blocks, 82).float() * least
+
+
+def _q3_k(blocks: Blocks) -> _Parts:
+    low, high = _nibbles(blocks[..., 96:104]), _bits(blocks[..., 104:108], 2).flatten(-2)
+    scales = (low | high << 4).view(torch.int8) - 32
+    values = _two_bits(blocks[..., 32:96]) | _bits(blocks[..., :32], 1).flatten(-2) << 2
+    return values.view(torch.int8) - 4, _halves(blocks, 108).float() * scales, None
+
+
+def _iq4_nl(blocks: Blocks) -> _Parts:
+    return _counts(blocks[..., 2:].contiguous()), _halves(blocks, 0), None
+
+
+def _iq4_xs(blocks: Blocks) -> _Parts:
+    low = _bits(blocks[..., 4:8], 4).transpose(-1, -2).flatten(-2)
+    high = _bits(blocks[..., 2:4], 2).transpose(-1, -2).flatten(-2)
+    values = _counts(_split(blocks[..., 8:].contiguous(), 8, 16)).flatten(-2)
+    return values, _halves(blocks, 0).float() * ((low | high << 4).view(torch.int8) - 32), None
+
+
+def _mxfp4(blocks: Blocks) -> _Parts:
+    exponents = blocks[..., :1].int()
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents - 127)
+    # Why: with larger ones the codebook's 6 is no finite number of 32 bits.
+    return _counts(blocks[..., 1:].contiguous()), scales.masked_fill(exponents > _LARGEST_EXPONENT, math.inf), None
+
+
 TYPES: Final = {
     0: BlockType("f32", 1, 4, torch.float32), 1: BlockType("f16", 1, 2, torch.float16),
     30: BlockType("bf16", 1, 2, torch.bfloat16),
@@ -150,12 +200,17 @@ TYPES: Final = {
     6: BlockType("q5_0", 32, 22, decode=_q5_0), 7: BlockType("q5_1", 32, 24, None, 8, 1, True, _q5_1),
     8: BlockType("q8_0", 32, 34, decode=_q8_0), 12: BlockType("q4_k", 256, 144, None, 4, 8, True, _q4_k),
     13: BlockType("q5_k", 256, 176, None, 8, 8, True, _q5_k),
+    10: BlockType("q2_k", 256, 84, None, 4, 16, True, _q2_k),
+    11: BlockType("q3_k", 256, 110, None, 4, 16, False, _q3_k),
     14: BlockType("q6_k", 256, 210, num_groups=16, decode=_q6_k),
+    20: BlockType("iq4_nl", 32, 18, bits=4, decode=_iq4_nl, codebook="iq4_nl"),
+    23: BlockType("iq4_xs", 256, 136, None, 4, 8, False, _iq4_xs, "iq4_nl"),
+    39: BlockType("mxfp4", 32, 17, bits=4, decode=_mxfp4, codebook="e2m1", has_exponents=True),
 }
 """By number."""
 OTHER_TYPES: Final = {
-    9: "q8_1", 10: "q2_k", 11: "q3_k", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s",
-    20: "iq4_nl", 21: "iq3_s", 22: "iq2_s", 23: "iq4_xs", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64",
-    29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 39: "mxfp4", 40: "nvfp4", 41: "q1_0",
+    9: "q8_1", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 18: "iq3_xxs", 19: "iq1_s",
+    21: "iq3_s", 22: "iq2_s", 24: "i8", 25: "i16", 26: "i32", 27: "i64", 28: "f64",
+    29: "iq1_m", 34: "tq1_0", 35: "tq2_0", 40: "nvfp4", 41: "q1_0",
 }
 """Types that there are and that cannot be computed here."""

@@ -28,7 +28,8 @@ def refusal(found: str) -> ModelNotSupported:
         f"model: its files cannot be loaded here: {found[:400]}. Supported are, beside floating numbers, "
         "compressed-tensors (W8A8 with dynamic activations, W4A16 and W8A16 packed), GPTQ with 4 or 8 bits, AWQ with "
         "4 bits, bitsandbytes with 8 bits, nf4 or fp4, MXFP4 of experts as gpt-oss has it, and GGUF of the "
-        "architectures llama, qwen2 and qwen3 with q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k and q6_k."
+        "architectures llama, qwen2 and qwen3 with q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, "
+        "iq4_xs and mxfp4."
     )
 
 
@@ -81,6 +82,8 @@ class StoredWeight:
     """Whether scales, and such zeros, are float16."""
     has_zeros: bool = False
     """Whether zeros are int8."""
+    codebook: str = ""
+    """As in ``QuantizedWeight``, where weights of one size may differ in it."""
     look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
     """``token ids -> rows [..., in]`` of an embedding, in ``dtype``."""
     parts: Sequence[StoredWeight] = ()
@@ -105,7 +108,7 @@ class StoredWeight:
     def layout(self) -> tuple[Any, ...]:
         """What weights have in common whose values are packed side by side."""
         order = None if self.order is None else self.order.numpy().tobytes()
-        return self.scheme, self.num_groups, self.has_least, self.has_halves, order
+        return self.scheme, self.num_groups, self.has_least, self.has_halves, self.codebook, order
 
     @property
     def num_bytes(self) -> int:
@@ -160,7 +163,8 @@ def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
     return StoredWeight(
         first.scheme, (sum(weight.shape[0] for weight in weights), first.shape[1]), first.dtype, first.num_groups,
         [tensor for weight in weights for tensor in weight.tensors], read, first.order, first.has_least,
-        first.has_halves, any(weight.has_zeros for weight in weights), parts=() if is_uniform else weights,
+        first.has_halves, any(weight.has_zeros for weight in weights), first.codebook,
+        parts=() if is_uniform else weights,
     )
 
 

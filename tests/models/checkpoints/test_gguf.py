@@ -38,7 +38,7 @@ def stored_of(tensor: Tensor, dtype: torch.dtype = torch.float32) -> StoredWeigh
     return StoredWeight(
         f"w{kind.bits}a16", shape, dtype, shape[1] // kind.size * kind.num_groups, [rows],
         lambda: kind.weight(rows.view(shape[0], -1), "layer"), has_least=kind.has_least,
-        has_halves=kind.has_halves,
+        has_halves=kind.has_halves, codebook=kind.codebook,
     )
 
 
@@ -53,10 +53,13 @@ def test_blocks_are_the_numbers_of_the_format(name: str) -> None:
     assert product.memory[1] == weight.num_bytes
 
 
-def test_weights_of_several_types_are_one_product() -> None:
-    """Outputs of q4_k, q6_k and q5_0 come side by side, with their biases, in the same bits in any company."""
-    rng, bias = np.random.default_rng(5), torch.randn(200)
-    tensors = [random_blocks(rng, name, (size, 256)) for name, size in (("q4_k", 100), ("q6_k", 36), ("q5_0", 64))]
+@pytest.mark.parametrize("kinds", [("q4_k", "q6_k", "q5_0"), ("q4_0", "iq4_nl")])
+def test_weights_of_several_types_are_one_product(kinds: tuple[str, ...]) -> None:
+    """Outputs come side by side, with their biases, in the same bits in any company; also of types that differ in what
+    their integers count only."""
+    rng, sizes = np.random.default_rng(5), (100, 36, 64)
+    tensors = [random_blocks(rng, name, (size, 256)) for name, size in zip(kinds, sizes, strict=False)]
+    bias = torch.randn(sum(tensor.shape[0] for tensor in tensors))
     rows = torch.randn(300, 256)
     joined: Any = torch.cat([stored_of(tensor) for tensor in tensors])  # type: ignore[misc]
     product = joined.product(bias)
@@ -250,11 +253,15 @@ def test_other_types_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_scales_that_are_not_finite_are_refused() -> None:
-    """A scale with an infinity ends loading, and names the layer."""
-    tensor = random_blocks(np.random.default_rng(0), "q4_k", (2, 256))
-    tensor.content = b"\x00\x7c" + tensor.content[2:]
-    with pytest.raises(ModelNotSupported, match="layer has scales that are not finite"):
-        stored_of(tensor).read()
+    """A scale with an infinity, or a power of two with which the largest number is one, ends loading, and names the
+    layer."""
+    for kind, first in (("q4_k", b"\x00\x7c"), ("mxfp4", b"\xfd")):
+        tensor = random_blocks(np.random.default_rng(0), kind, (2, 256))
+        tensor.content = first + tensor.content[len(first) :]
+        with pytest.raises(ModelNotSupported, match="layer has scales that are not finite"):
+            stored_of(tensor).read()
+    tensor.content = b"\xfc" + tensor.content[1:]
+    assert stored_of(tensor).read().numbers().isfinite().all()
 
 
 def test_another_file_is_another_model(tmp_path: Path) -> None:

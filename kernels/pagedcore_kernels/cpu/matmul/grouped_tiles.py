@@ -66,6 +66,8 @@ CODEBOOKS: dict[str, tuple[float, ...]] = {
             0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
     "fp4": tuple(sign * number / 12 for sign in (1, -1) for number in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
     "e2m1": tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)),
+    "iq4_nl": (-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0, 1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0,
+               113.0),
 }  # fmt: skip
 """What 4 bits stand for, other than whole numbers: the number of each of the sixteen, from 0b0000 on."""
 WHOLE, WITH_ZEROS, WITH_LEAST = 0, 1, 2
