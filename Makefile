@@ -7,6 +7,7 @@
 # make gpu     everything there is to measure on an NVIDIA GPU; see benchmarks/h200.md
 # make bench-doors  the adapters against the bare engine, with the demo model and a larger one
 # make bench-vllm   `pagedcore serve` beside `vllm serve`, which gets an environment of its own (3.4 GB)
+# make families every architecture of transformers, small, against generate; writes the table of docs/architectures.md
 # make mutants bugs put in by hand, each with the test that finds it
 # make torture MINUTES=30  the suites of random cases at length      make soak MINUTES=60  a real engine, used badly
 # make browser the page of `pagedcore serve` in Debian's chromium, about half a minute
@@ -26,7 +27,7 @@ AN_HOUR := --timeout 3600 -o faulthandler_timeout=3700
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test check browser slow mutants torture soak bench bench-doors bench-vllm bento kernels formats interop-ray gpu docs \
-	architecture interop compat
+	architecture families interop compat
 
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
@@ -37,6 +38,9 @@ test: $(VENV)/.stamp-test
 
 slow: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m slow $(AN_HOUR) $(PYTEST_ARGS)
+
+families: $(VENV)/.stamp-test
+	PYTHONPATH=.:kernels:adapters:tests $(BIN)/python -m support.mapping_sweep
 
 mutants: $(VENV)/.stamp-test
 	PYTHONPATH=.:kernels:adapters:tests $(BIN)/python -m mutants $(MUTANTS_ARGS)

@@ -50,6 +50,7 @@ from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.int8_embedding import FIELD, OF_HEAD, OWN_TABLE, kind_of_embedding
 from pagedcore.models.linears.packed_linear import can_pack
 from pagedcore.models.linears.schemes import QUANTIZERS
+from pagedcore.models.linears.shared_matrices import read_by_others
 from pagedcore.tokenizer.tokenizer import HFTokenizer
 from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.threads import num_threads_of_torch
@@ -199,8 +200,10 @@ def _schemes(
     if quantization == AUTO_INT8:
         quantized = auto_int8.choose(modules, _reader(modules, files), seen)
     else:
+        kept = read_by_others(modules)
         quantized = {name: quantization for name, module in modules.named_modules()
-                     if type(module) is nn.Linear and QUANTIZERS[quantization].can_quantize(module.in_features)}
+                     if type(module) is nn.Linear and module not in kept
+                     and QUANTIZERS[quantization].can_quantize(module.in_features)}
         quantized |= dict.fromkeys(layers_of_experts(modules), quantization)
     if not quantized:
         raise ModelNotSupported(f"model: it has no linear layers that can be {quantization}.")

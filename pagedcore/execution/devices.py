@@ -44,7 +44,8 @@ class Device:
 
     def take(self, model: Any) -> Any:
         """Return a model of transformers with all its weights there."""
-        return model if model.device == self.torch_device else model.to(self.torch_device)
+        devices = {parameter.device for parameter in model.parameters()}
+        return model if devices <= {self.torch_device} else model.to(self.torch_device)
 
     def send(self, numbers: Int64Array) -> torch.Tensor:
         """Return an array there; the copy is ordered before what is computed later and not waited for."""

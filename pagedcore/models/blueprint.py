@@ -27,6 +27,7 @@ from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.packed_linear import can_pack, matrix_of
 from pagedcore.models.linears.schemes import QuantizedLinears
 from pagedcore.models.linears.shared_embedding import can_share
+from pagedcore.models.linears.shared_matrices import read_by_others
 from pagedcore.models.linears.stored_weight import stored_weights
 from pagedcore.models.transformers_model import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.protocols import AttentionFactory
@@ -111,8 +112,9 @@ def _weight_bytes(
         total -= int(model.get_input_embeddings().weight.nbytes)
     if scheme is None:
         return total
+    kept = read_by_others(model)
     for module in model.modules():
-        weight = matrix_of(module)
+        weight = None if module in kept else matrix_of(module)
         for one in matrices_of_experts(module) if weight is None else (weight[None],):
             count, num_outputs, num_inputs = one.shape
             total += count * scheme.weight_bytes(num_outputs, num_inputs, one.dtype) - one.nbytes

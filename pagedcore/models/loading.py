@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.config.schemes import AUTO_INT8
 from pagedcore.demo_model import DEMO_MODEL_DIR
-from pagedcore.errors import InternalError, InvalidConfig, describe
+from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, describe
 from pagedcore.models.checkpoints.hub import find_on_hub
 from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
 from pagedcore.protocols import AttentionFactory, LinearFactory, ModelBackend, Tokenizer
@@ -93,6 +93,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     from pagedcore.execution import devices
     from pagedcore.models.checkpoints import auto_int8
     from pagedcore.models.checkpoints.ownership import require_free, take_whole
+    from pagedcore.models.checkpoints.pretrained import as_refusals
     from pagedcore.models.checkpoints.quantized import stored_format
     from pagedcore.models.families.wrappers import WHOLE
     from pagedcore.models.linears.stored_weight import has_unpacked
@@ -116,18 +117,21 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         raise InvalidConfig(f"quantization: got {config.quantization!r} for a {quantization} checkpoint. Leave it.")
     linears = _linears(config, device, load, quantization, is_quantized)
     given = model
+    source = model if is_named else type(model).__name__
     model = _load(model, stored, config, device)
     if whole := getattr(model.config, WHOLE, None):
         _log.info("%s runs as a model of text: its language model is computed as %s, and its other parts are left out.",
                   whole, model.config.model_type)
-    if quantization == AUTO_INT8 and not is_quantized:
-        require_free(model)
-        auto_int8.apply(model)
-    backend = TransformersModel(
-        model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
-        linear_name=config.linear_backend, quantization=quantization, kv_cache_dtype=config.kv_cache_dtype,
-        device=device,
-    )
+    # Why: an architecture's own code runs here, and raises what it likes.
+    with as_refusals(source, "its architecture cannot run here", ModelNotSupported):
+        if quantization == AUTO_INT8 and not is_quantized:
+            require_free(model)
+            auto_int8.apply(model)
+        backend = TransformersModel(
+            model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
+            linear_name=config.linear_backend, quantization=quantization, kv_cache_dtype=config.kv_cache_dtype,
+            device=device,
+        )
     if not is_named and given is not model:
         take_whole(given)
     if stored is not None and has_unpacked(model):

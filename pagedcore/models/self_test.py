@@ -17,6 +17,7 @@ import torch
 
 from pagedcore.errors import ModelNotSupported
 from pagedcore.execution.ragged_batch import assemble
+from pagedcore.models.families.model_facts import format_and_device
 from pagedcore.protocols import RaggedRows
 
 Forward = Callable[[RaggedRows], torch.Tensor]
@@ -46,9 +47,9 @@ class SelfTest:
         """
         vocab_size = model.get_input_embeddings().num_embeddings
         self._tokens = (np.arange(_NUM_TOKENS, dtype=np.int64) * 7919 + 17) % vocab_size
-        input_ids = torch.from_numpy(self._tokens)[None].to(model.device)
+        self._dtype, device = format_and_device(model)
+        input_ids = torch.from_numpy(self._tokens)[None].to(device)
         self._expected: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0].float().cpu()
-        self._dtype: torch.dtype = model.dtype
         self._is_coarse = least_tolerance > 0 or self._dtype != torch.float32
         self._tolerance = max(_TOLERANCE[self._dtype], least_tolerance)
         self._block_size = block_size

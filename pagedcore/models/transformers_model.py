@@ -103,7 +103,7 @@ class TransformersModel:
         self._is_quantized = quantization != "none"
         self._tolerance = max(QUANTIZED_TOLERANCE * self._is_quantized, INT8_KV_TOLERANCE * (kv_cache_dtype != "auto"))
         self.linear_name = linear_name if quantization == "none" else quantization
-        self.dtype: torch.dtype = model.dtype
+        self.dtype = model_facts.format_and_device(model)[0]
         """Number format of the weights, and of the K and V that are handed to the KV pool."""
         self._device, self._attention_factory = device, attention_factory
         needs = requirements_of(attention_factory)
@@ -334,7 +334,8 @@ def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
     supported_models.check_attention_was_taken(model.config)
     step = RecordingStep()
     # Why none: a tree of ours computes no tokens too, and reads no weight for them.
-    tokens = torch.arange(0 if isinstance(model, ForCausalLM) else 2, device=model.device)
+    num_tokens, device = 0 if isinstance(model, ForCausalLM) else 2, model_facts.format_and_device(model)[1]
+    tokens = torch.arange(num_tokens, device=device)
     with attention_step(step):
         logits = call_model(model, tokens, tokens, tokens)
     layers = layers_of(step.calls, model.config)

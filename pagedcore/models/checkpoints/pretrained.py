@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pagedcore.errors import InvalidConfig, ModelNotSupported, PagedcoreError, show
+from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.execution.machine import this_machine
 from pagedcore.models.checkpoints.ownership import require_free
 from pagedcore.models.checkpoints.quick_start import NotQuick, read_model
@@ -193,8 +194,12 @@ def find_directory(source: str, *patterns: str) -> str:
 
 
 @contextmanager
-def as_refusals(name: str, what: str = "it could not be loaded") -> Iterator[None]:
-    """Raise what libraries raise for the files of the model called ``name`` as ``InvalidConfig``, without paths."""
+def as_refusals(
+    name: str, what: str = "it could not be loaded", kind: type[PagedcoreError] = InvalidConfig
+) -> Iterator[None]:
+    """Raise what libraries raise for the files of the model called ``name`` as an error of ``kind``, without paths;
+    lack of memory is ``MemoryError``.
+    """
     try:
         yield
     except (PagedcoreError, MemoryError):
@@ -203,7 +208,9 @@ def as_refusals(name: str, what: str = "it could not be loaded") -> Iterator[Non
         # Safety: a library's message may name paths.
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0][:_LONGEST_MESSAGE]
         shown = _PATH.sub(_without_path, _without_name(name, first_line))
-        raise InvalidConfig(f"model: {what} ({shown[:300].removesuffix('.')}).") from error
+        if is_out_of_memory(error):
+            raise MemoryError(f"model: {what} ({shown[:300]})") from error
+        raise kind(f"model: {what} ({shown[:300].removesuffix('.')}).") from error
 
 
 def _without_name(name: str, message: str) -> str:

@@ -19,6 +19,7 @@ from pagedcore.models.checkpoints.stored_experts import PARTS
 from pagedcore.models.families.table import FAMILIES, Family
 from pagedcore.models.linears.packed_experts import apply_gate, matrices_of_experts
 from pagedcore.models.linears.packed_linear import matrix_of
+from pagedcore.models.linears.shared_matrices import read_by_others
 
 NUM_ROWS: Final = 32
 AT_ONCE: Final = 2**22
@@ -68,8 +69,9 @@ def find_products(model: Any, read: Read, seen: Seen) -> Iterator[Product]:
         read: returns its weights, when rows are made.
         seen: rows [n, in] that modules were given, by ``Product.reads``; where there are none they are made up.
     """
+    kept = read_by_others(model)
     sizes = {name: int(matrix.shape[1]) for name, module in model.named_modules()
-             if (matrix := matrix_of(module)) is not None}
+             if module not in kept and (matrix := matrix_of(module)) is not None}
     family = FAMILIES.get(str(model.config.model_type))
     if family is not None and all(name.startswith("model.layers.") or name == "lm_head" for name in sizes):
         for number in range(model.config.num_hidden_layers):

@@ -36,6 +36,7 @@ from pagedcore.models.families.supported_models import check_num_layers
 from pagedcore.models.families.table import module_name
 from pagedcore.models.linears.int8_embedding import FIELD, restore_embedding
 from pagedcore.models.linears.packed_linear import can_pack
+from pagedcore.models.linears.shared_matrices import read_by_others
 from pagedcore.models.linears.stored_weight import StoredWeight, refusal
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 
@@ -228,6 +229,7 @@ def replace_weights(model: nn.Module, files: TensorFiles | GGUF, stored: StoredF
 
     if isinstance(stored, GGUF):
         stored.require_names(model.state_dict())
+    kept = read_by_others(model)
     if isinstance(stored, Mxfp4) and isinstance(files, TensorFiles):
         num_replaced = stored.replace_experts(model, files, dtype)
     else:
@@ -239,6 +241,8 @@ def replace_weights(model: nn.Module, files: TensorFiles | GGUF, stored: StoredF
             continue
         weight = weight_of(name, (module.out_features, module.in_features), module.bias is not None)
         if weight is not None:
+            if module in kept:
+                raise refusal(f"{name} is quantised, and its architecture reads that weight by itself")
             del module.weight
             module.weight = weight  # type: ignore[assignment]
             num_replaced += 1

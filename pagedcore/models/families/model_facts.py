@@ -1,6 +1,6 @@
 """What a model's configuration says about its limits: the longest context and the tokens that end a completion.
 
-Owns the reading of fields that architectures name differently.
+Owns the reading of fields that architectures name differently, and of what the weights of a model have in common.
 """
 
 from __future__ import annotations
@@ -8,9 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
+
 from pagedcore.errors import InvalidConfig, ModelNotSupported
 
 _LENGTH_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
+
+
+def format_and_device(model: Any) -> tuple[torch.dtype, torch.device]:
+    """Return the number format and the device of a model of transformers.
+
+    They are its first floating parameter's, as transformers has it, or its embedding's where all parameters are
+    quantised and norms have none.
+    """
+    parameters = (one for one in model.parameters() if one.is_floating_point())
+    first: Any = next(parameters, model.get_input_embeddings().weight)
+    return first.dtype, first.device
 
 
 def max_model_len(config: Any) -> int:

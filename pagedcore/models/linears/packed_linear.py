@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from pagedcore.errors import ModelNotSupported
+from pagedcore.models.linears.shared_matrices import read_by_others
 from pagedcore.protocols import LinearFactory, Matmul
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
 from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages
@@ -164,7 +165,8 @@ def can_pack(dtype: torch.dtype, num_inputs: int = 2) -> bool:
 def pack_linears(
     model: nn.Module, *, linears: LinearFactory = FASTEST, on_unused: OnUnused = lambda weight: None
 ) -> PackingReport:
-    """Replace every linear layer inside ``model`` and free each original before the next one is packed.
+    """Replace every linear layer inside ``model`` but those whose weight another module reads, and free each original
+    before the next one is packed.
 
     An embedding that shares its weight with the output layer keeps it; the output layer is packed separately.
 
@@ -174,10 +176,11 @@ def pack_linears(
         on_unused: not called with weights that another module of the model has.
     """
     packed = []
+    kept = read_by_others(model)
     num_uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if (replacement := _pack(child, linears)) is None:
+            if child in kept or (replacement := _pack(child, linears)) is None:
                 continue
             packed.append(replacement)
             setattr(parent, name, replacement)
