@@ -22,6 +22,7 @@ from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.packed_experts import left_alone
 from pagedcore.models.transformers_model import redirect_attention
+from pagedcore.tokenizer.other_files import missing_packages, tokenizer_file
 from pagedcore.tokenizer.quick_tokenizer import read_tokenizer
 
 
@@ -75,7 +76,9 @@ def _reader_of_tokenizer(directory: Path) -> str:
         return "made of the file's metadata, where their kind is known"
     if not directory.is_dir():
         return "loaded by transformers"
-    if not any(directory.glob("tokenizer*")):
+    if missing := missing_packages(name := tokenizer_file(directory)):
+        return f"none: {name} takes {' and '.join(missing)}, and prompts are token ids"
+    if not name and not any(directory.glob("tokenizer*")):
         return "none: prompts are token ids"
     return "loaded by transformers" if read_tokenizer(directory) is None else "read without transformers"
 

@@ -195,8 +195,22 @@ def load_tokenizer(model: Any, config: EngineConfig) -> Tokenizer | None:
     if is_gguf(source):
         return _tokenizer_of(source, config.trust_remote_code)
     if (Path(source).is_dir() or is_others) and not any(Path(source).glob("tokenizer*")):
-        return None
+        return _tokenizer_of_other_files(source, config.trust_remote_code)
     return HFTokenizer.from_directory(source, config.trust_remote_code)
+
+
+def _tokenizer_of_other_files(source: str, trust_remote_code: bool) -> Tokenizer | None:
+    """Return a tokenizer that is in none of the usual files; without one that can be read, prompts are token ids."""
+    from pagedcore.tokenizer.other_files import tokenizer_file
+    from pagedcore.tokenizer.tokenizer import HFTokenizer
+
+    if not tokenizer_file(Path(source)):
+        return None
+    try:
+        return HFTokenizer.from_directory(source, trust_remote_code)
+    except InvalidConfig as reason:
+        _log.warning("Prompts must be token ids. %s", reason)
+        return None
 
 
 def _tokenizer_of(source: str, trust_remote_code: bool) -> Tokenizer | None:

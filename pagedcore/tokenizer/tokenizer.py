@@ -16,7 +16,7 @@ from typing import Any, Final
 from tokenizers import AddedToken
 
 from pagedcore.config.limits import MAX_VOCABULARY
-from pagedcore.errors import InvalidConfig, InvalidText, describe
+from pagedcore.errors import InvalidConfig, InvalidText, MissingDependency, describe
 from pagedcore.outputs import TokenText
 from pagedcore.protocols import ChatMessage, Detokenizer
 from pagedcore.tokenizer.chat_contents import ChatContents, Render
@@ -30,6 +30,7 @@ from pagedcore.tokenizer.chat_template import (
 )
 from pagedcore.tokenizer.detokenizer_choice import DetokenizerFactory, choose_detokenizer
 from pagedcore.tokenizer.infill import InfillTokens
+from pagedcore.tokenizer.other_files import missing_packages, tokenizer_file
 from pagedcore.tokenizer.quick_tokenizer import PLAIN_CLASSES, QuickTokenizer, read_tokenizer
 from pagedcore.tokenizer.template_arguments import NO_ARGUMENTS
 
@@ -69,15 +70,21 @@ class HFTokenizer:
 
         Raises:
             InvalidConfig: there is no tokenizer, its files are damaged, or it needs code that is not trusted.
+            MissingDependency: it is in a file that takes a package to read.
         """
         # Why: transformers and tokenizers raise many types here, the bare Exception among them, and for damaged files
         # make objects whose members raise.
         try:
             quick = read_tokenizer(Path(path))
             return cls(_load_with_transformers(path, trust_remote_code) if quick is None else quick, is_shared=False)
-        except InvalidConfig:
-            raise
         except Exception as error:
+            if missing := missing_packages(name := tokenizer_file(Path(path))):
+                raise MissingDependency(
+                    f"tokenizer: it is in {name}, for which {' and '.join(missing)} must be installed. Do "
+                    "that, or put tokenizer.json and tokenizer_config.json beside it."
+                ) from error
+            if isinstance(error, InvalidConfig):
+                raise
             raise InvalidConfig(
                 f"tokenizer: cannot be loaded ({type(error).__name__}). Expected a directory with tokenizer.json and "
                 "tokenizer_config.json, or a name on the hub; one that brings its own code needs trust_remote_code."
