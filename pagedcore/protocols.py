@@ -4,7 +4,7 @@ Anything of yours that has the same members can take the place of the shipped im
 tokenizer or attention factory may offer beyond is one protocol for each ability, looked for with ``isinstance``:
 
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
-                    NamesVariablePart  DecodesGreedily
+                    NamesVariablePart  DecodesGreedily  HasGenerationConfig
     Tokenizer       NamesTokens  HasVocabulary
     attention       AttentionRequirements  StoresInt8 (the factory)  ShowsKVPool (the backend)
 """
@@ -190,6 +190,17 @@ class HasFingerprint(Protocol):
     @property
     def fingerprint(self) -> ModelFingerprint:
         """Which model."""
+
+
+@runtime_checkable
+class HasGenerationConfig(Protocol):
+    """A model backend whose model comes with sampling parameters of its own; of others it is assumed that there are
+    none.
+    """
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The fields of ``generation_config.json``, as transformers calls them."""
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, InitVar, dataclass, field, fields, replace
 from inspect import Parameter, Signature
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
@@ -65,14 +65,24 @@ def _structured(_: str, value: Any) -> StructuredOutput | None:
     return None if value is None else StructuredOutput.from_mapping(value)
 
 
+class _Remembers:
+    """Holds what is no parameter, so that it is not compared, printed or iterated over with them."""
+
+    __slots__ = ("given",)
+
+    given: frozenset[str]
+    """The parameters that the caller gave, whatever their values: the model's defaults do not replace them."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
+class SamplingParams(_Remembers):
     """Sampling parameters of one request; the names and meanings are the field's common ones.
 
     Completions that are chosen among several (``best_of``, ``beam_width``) are delivered together, at the end.
     Numbers are Python's own ``int`` and ``float``: booleans and NumPy scalars are refused. They act in this
     order: logits_processor, logit_bias, repetition_penalty, presence and frequency penalties, allowed_token_ids,
-    bad_words, min_tokens, structured, temperature, top_k, top_p, min_p.
+    bad_words, no_repeat_ngram_size, min_tokens, suppress_tokens, begin_suppress_tokens, forced_eos_token_id,
+    structured, temperature, top_k, top_p, min_p.
 
     Raises:
         InvalidRequest: a field is out of range; the subclass, ``what`` and the message say which and why.
@@ -161,6 +171,16 @@ class SamplingParams:
     """Keep so many of the last tokens of the prompt, or with -1 as many as leave room for ``max_tokens``, or for one
     token; ``None``: a prompt that is too long is refused. Tokens of a template or the beginning of a document may be
     among those that are cut off."""
+    suppress_tokens: Takes[Sequence[int], tuple[int, ...]] = _parameter((), field_rules.suppressed_tokens)
+    """These tokens never come, at most 4,096, besides those of the model's ``generation_config.json``."""
+    begin_suppress_tokens: Takes[Sequence[int], tuple[int, ...]] = _parameter(
+        (), field_rules.suppressed_tokens, with_beams=False)
+    """These tokens do not come first, at most 4,096."""
+    no_repeat_ngram_size: int = _parameter(0, integer(0, limits.MAX_NGRAM), with_beams=False)
+    """No so many tokens in a row come twice, in prompt and completion together, 1 to 64; 0: off."""
+    forced_eos_token_id: Takes[int | Sequence[int] | None, tuple[int, ...] | None] = _parameter(
+        None, field_rules.forced_tokens, with_beams=False)
+    """The ``max_tokens``-th token is this one, or one of these, at most 64; ``None``: off."""
     return_logits: bool = _parameter(False, BOOLEAN, with_beams=False, is_local=True)
     """Return the logits that the model gave for each token, before anything changes them (``CompletionOutput.logits``,
     ``TokenLogprobs.logits``), at most 256 MiB of them for a request; ``logprobs`` is 0 then unless it is more. It
@@ -170,9 +190,26 @@ class SamplingParams:
         # Why a field there: its keyword is accepted too, and type checkers make the constructor of the fields.
         num_beams: Takes[int | None, int] = _parameter(None, integer(1, limits.MAX_SEQUENCES_PER_REQUEST))
     else:
+        # Why: ``dataclasses.replace`` passes every field, and of such a pseudo-field what the old parameters have. This
+        # is those themselves, so that what was not given stays so unless it is replaced.
+        _origin: InitVar[SamplingParams | None] = field(default=None, repr=False)
 
-        def __init__(self, **given: Any) -> None:
+        def __init__(self, *, _origin: SamplingParams | None = None, **given: Any) -> None:
+            if not isinstance(_origin, SamplingParams | None):
+                raise errors.UnknownParameter.named("parameter name", "_origin", NAMES)
             self._take(given)
+            names = given.keys()
+            if _origin is not None:
+                changed = (name for name in names if given[name] is not getattr(_origin, name))
+                names = _origin.given.union(changed)
+            object.__setattr__(self, "given", frozenset(names))
+
+        def __getstate__(self) -> list[Any]:
+            return [*(getattr(self, name) for name in _FACTS), self.given]
+
+        def __setstate__(self, state: list[Any]) -> None:
+            for name, value in zip((*_FACTS, "given"), state, strict=True):
+                object.__setattr__(self, name, value)
 
         @property
         def num_beams(self) -> int:
@@ -204,11 +241,11 @@ class SamplingParams:
         for name, default, _ in _CHECKS if self.beam_width > 1 else ():
             if not _FACTS[name].with_beams and getattr(self, name) != default:
                 raise errors.InvalidSampling(name, getattr(self, name), f"{default!r} where beam_width is above 1")
-        for name, off in (("min_tokens", 0), ("ignore_eos", False)) if self.structured is not None else ():
+        for name, off in _NO_ENDS_STRUCTURED.items() if self.structured is not None else ():
             if (value := getattr(self, name)) != off:
                 raise errors.InvalidSampling(name, value, f"{off} with structured output",
                                              "The grammar decides where the completion ends.")
-        for name in ("bad_words", "bad_words_ids", "allowed_token_ids") if self.structured is not None else ():
+        for name in _NOT_STRUCTURED if self.structured is not None else ():
             if value := getattr(self, name):
                 raise errors.InvalidSampling(name, value, "not given with structured output",
                                              "The grammar decides which tokens may come.")
@@ -233,19 +270,42 @@ class SamplingParams:
         """Whether a processor, bias, penalties or masks of its own change the logits."""
         return self.logits_processor is not None or self.logit_bias is not None or self.repetition_penalty != 1.0 or (
             bool(self.presence_penalty or self.frequency_penalty)
-        ) or bool(self.bad_words_ids) or self.allowed_token_ids is not None
+        ) or bool(self.bad_words_ids) or self.allowed_token_ids is not None or self.no_repeat_ngram_size > 0 or (
+            self.forced_eos_token_id is not None
+        )
 
     def num_step_logprobs(self, num_ends: int) -> int | None:
         """Return how many of the likeliest tokens a step reports of a sequence that ``num_ends`` of them would end;
         ``None``: it reports nothing, not even of the chosen one."""
         if self.beam_width > 1:
-            return max(self.beam_width + num_ends, self.logprobs or 0)
+            return max(self.beam_width + num_ends + len(self.suppress_tokens), self.logprobs or 0)
         return 0 if self.logprobs is None and self.has_candidates else self.logprobs
 
+    def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return parameters that have these values where nothing was given; they count as given then.
+
+        Those that cannot be combined with what was given are left out: of a beam search what shapes the distribution,
+        of structured output what decides which tokens may come and where it ends. ``min_tokens`` is at most
+        ``max_tokens``.
+        """
+        unfit = {*_NOT_STRUCTURED, *_NO_ENDS_STRUCTURED} if self.structured is not None else ()
+        chosen = {
+            name: value for name, value in defaults.items()
+            if name not in self.given and name not in unfit and (self.beam_width == 1 or _FACTS[name].with_beams)
+        }
+        if not chosen:
+            return self
+        if self.max_tokens is not None and "min_tokens" in chosen:
+            chosen["min_tokens"] = min(chosen["min_tokens"], self.max_tokens)
+        made = replace(self, **chosen)
+        object.__setattr__(made, "given", self.given.union(chosen))
+        return made
+
     @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> SamplingParams:
+    def from_mapping(cls, mapping: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> SamplingParams:
         """Make parameters from decoded JSON or any other mapping of names to values.
 
+        ``defaults`` are values for names that the mapping does not have, which do not count as given.
         ``logit_bias`` may have its token ids as decimal strings, the only keys JSON has. As a mapping may come from
         another process, it cannot have a ``logits_processor``, which is code, nor ask for ``return_logits``.
 
@@ -264,7 +324,10 @@ class SamplingParams:
         values = dict(mapping)
         if isinstance(values.get("logit_bias"), Mapping):
             values["logit_bias"] = field_rules.with_integer_keys(values["logit_bias"])
-        return cls(**values)
+        made = cls(**{**(defaults or {}), **values})
+        if defaults:
+            object.__setattr__(made, "given", made.given.difference(defaults.keys() - values.keys()))
+        return made
 
 
 def validate_params(params: object) -> SamplingParams:
@@ -290,12 +353,18 @@ def _parameter_of(one: Field[Any]) -> Parameter:
 
 _FACTS: Final[Mapping[str, ParameterFacts]] = MappingProxyType(
     {one.name: one.metadata["facts"] for one in fields(SamplingParams)})
+_NO_ENDS_STRUCTURED: Final[Mapping[str, Any]] = MappingProxyType({"min_tokens": 0, "ignore_eos": False})
+"""What a grammar decides: the end, and below the tokens."""
+_NOT_STRUCTURED: Final = (
+    "bad_words", "bad_words_ids", "allowed_token_ids", "no_repeat_ngram_size", "forced_eos_token_id")
 _CHECKS: Final = tuple((one.name, one.default, _FACTS[one.name].check) for one in fields(SamplingParams))
+SamplingParams._origin = property(lambda params: params)  # type: ignore[attr-defined]
 SamplingParams.__init__.__signature__ = Signature([  # type: ignore[attr-defined]
     Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), *map(_parameter_of, fields(SamplingParams)),
     Parameter("num_beams", Parameter.KEYWORD_ONLY, default=None, annotation="int | None"),
 ], return_annotation="None")
-SamplingParams.__init__ = refuses_unknown("parameter name")(SamplingParams.__init__)  # type: ignore[method-assign]
+SamplingParams.__init__ = refuses_unknown(  # type: ignore[method-assign]
+    "parameter name", hidden=("_origin",))(SamplingParams.__init__)
 LOCAL_NAMES: Final = tuple(name for name, facts in _FACTS.items() if facts.is_local)
 """Parameters that only a caller in the engine's process may give."""
 NAMES: Final = (*_FACTS, "num_beams")

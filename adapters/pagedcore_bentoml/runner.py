@@ -188,7 +188,7 @@ class PagedCoreRunner(EngineLifetime):
         Args:
             ctx: the endpoint's own; ``salt_of``, ``weight_of`` and ``max_priority`` hold for it as everywhere.
             prompt: as ``AsyncEngine.submit`` takes it: text, token ids, chat messages, a ``Chat`` or an ``Infill``.
-            params: a ``SamplingParams``, or a mapping of its fields; ``None``: greedy.
+            params: a ``SamplingParams``, or a mapping of its fields; ``None``: the model's own, or greedy.
 
         The other arguments, ``timeout_s`` and the options, are those of ``generate``.
 

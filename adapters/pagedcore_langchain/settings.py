@@ -72,8 +72,8 @@ class PagedCoreSettings(BaseModel):
     """Fields of ``EngineConfig`` for the engine that this model builds."""
     max_tokens: int | None = None
     """Most tokens of a completion; ``None``: as many as the context has room for."""
-    temperature: float = 0.0
-    """0 always takes the most likely token."""
+    temperature: float | None = None
+    """0 always takes the most likely token; ``None``: the model's own, or 0 if it has none."""
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None

@@ -127,7 +127,8 @@ class Models(Endpoint):
         name = request.path_params.get("model")
         models = [
             {"id": one.name, "object": "model", "created": one.created, "owned_by": "pagedcore",
-             "max_model_len": one.max_model_len} for one in self.service.models.values() if name in (None, one.name)
+             "max_model_len": one.max_model_len, "generation_defaults": one.engine.generation_defaults}
+            for one in self.service.models.values() if name in (None, one.name)
         ]
         if name is not None:
             self.service.model_of({"model": name})

@@ -21,7 +21,7 @@ from pagedcore_openai import structured
 from pagedcore_openai.errors import FieldMissing, FieldNotSupported, is_field
 
 DEFAULT_TEMPERATURE: Final = 1.0
-"""OpenAI's; the engine's own default is 0."""
+"""OpenAI's, where the model has none of its own; the engine's own default is 0."""
 DEFAULT_MAX_TOKENS: Final = 16
 """OpenAI's for text completions; chats and responses may fill the context."""
 _OTHERWISE: Final = {
@@ -249,7 +249,7 @@ def params_of(fields: Mapping[str, Any], **more: Any) -> SamplingParams:
     for name in ("length_penalty", "early_stopping"):
         if name in fields:
             raise FieldNotSupported(name, fields[name], "null without use_beam_search")
-    return SamplingParams.from_mapping({"temperature": DEFAULT_TEMPERATURE, **values})
+    return SamplingParams.from_mapping(values, {"temperature": DEFAULT_TEMPERATURE})
 
 
 def _beams(fields: Mapping[str, Any], values: dict[str, Any]) -> SamplingParams:

@@ -130,7 +130,7 @@ class ResponseCall(Call):
         self, ended: CompletionOutput | Delta | None, items: list[dict[str, Any]], usage: dict[str, Any] | None
     ) -> dict[str, Any]:
         status = _status_of(ended)
-        fields, params = self.fields, self.params
+        fields, params = self.fields, self.params.with_defaults(self.served.engine.generation_defaults)
         has_tools = bool(fields.get("tools"))
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status, "error": None,

@@ -47,26 +47,28 @@ class SeededEngine(AsyncEngine):
 
     def generate(self, prompt: Any, params: SamplingParams | None = None, **more: Any) -> AsyncGenerator[Delta, None]:
         """Complete with a seed; see ``AsyncEngine.generate``."""
-        return super().generate(prompt, _seeded(params), **more)
+        return super().generate(prompt, self._seeded(params), **more)
 
     def generate_sync(self, prompt: Any, params: SamplingParams | None = None, **more: Any,
                       ) -> Generator[Delta, None, None]:
         """Complete with a seed; see ``AsyncEngine.generate_sync``."""
-        return super().generate_sync(prompt, _seeded(params), **more)
+        return super().generate_sync(prompt, self._seeded(params), **more)
 
     def submit(self, prompt: Any, params: SamplingParams | None = None, **more: Any) -> Any:
         """Complete with a seed; see ``AsyncEngine.submit``."""
-        return super().submit(prompt, _seeded(params), **more)
+        return super().submit(prompt, self._seeded(params), **more)
 
     def session(self, params: SamplingParams | None = None, **more: Any) -> Any:
         """Open a conversation with a seed; see ``AsyncEngine.session``."""
-        return super().session(_seeded(params), **more)
+        return super().session(self._seeded(params), **more)
 
-
-def _seeded(params: SamplingParams | None) -> SamplingParams | None:
-    if not isinstance(params, SamplingParams) or params.seed is not None or not params.temperature:
-        return params
-    return replace(params, seed=SEED)
+    def _seeded(self, params: SamplingParams | None) -> SamplingParams | None:
+        of_model = self.generation_defaults.get("temperature", 0.0)
+        own = SamplingParams() if params is None else params
+        if not isinstance(own, SamplingParams) or own.seed is not None:
+            return params
+        is_sampled = own.temperature or ("temperature" not in own.given and of_model)
+        return replace(own, seed=SEED) if is_sampled else params
 
 
 class _Observer:

@@ -20,8 +20,8 @@ def chat(
     model: common.ModelOption = "demo",
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens per completion.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Sample within this share of probability.")] = 1.0,
+    temperature: common.TemperatureOption = None,
+    top_p: common.TopPOption = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same conversation.")] = None,
     dtype: common.DtypeOption = None,
     kv_cache_dtype: common.KVDtypeOption = None,
@@ -33,7 +33,7 @@ def chat(
     """Talk to a model; an empty line is skipped, /new starts again, /exit or end of input leaves."""
     from pagedcore import SamplingParams
 
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    params = SamplingParams(max_tokens=max_tokens, seed=seed, **common.chosen(temperature=temperature, top_p=top_p))
     with common.open_engine(model, config, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
                             num_kv_blocks=blocks,
                             max_model_len=max_model_len) as engine:

@@ -33,6 +33,8 @@ BlocksOption = Annotated[
     int | None, typer.Option("--blocks", help="KV blocks of the pool; few of them force preemptions.")
 ]
 LengthOption = Annotated[int | None, typer.Option("--max-model-len", help="Longest prompt and completion, in tokens.")]
+TemperatureOption = Annotated[float | None, typer.Option(help="0 is greedy; not given: the model's own, or 0.")]
+TopPOption = Annotated[float | None, typer.Option(help="Sample within this share of probability.")]
 TemplateOption = Annotated[
     Path | None, typer.Option("--chat-template", help="A file with a chat template, instead of the model's own.")
 ]
@@ -65,13 +67,18 @@ def error_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def chosen(**options: Any) -> dict[str, Any]:
+    """Return the options that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def open_engine(
     model: Any, config: Path | None = None, defaults: Mapping[str, Any] | None = None, **settings: Any
 ) -> Engine:
     """Build an engine while saying so: with ``settings``, or where these are ``None`` with those of the file
     ``config``, or where it has none with ``defaults``.
     """
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = chosen(**settings)
     with error_console().status(f"loading {model if isinstance(model, str) else 'the model'} ..."):
         from pagedcore import Engine, EngineConfig
 

@@ -22,11 +22,11 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Send each prompt as a user's chat message.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per completion and line.")] = False,
     max_tokens: Annotated[int | None, typer.Option(help="Most tokens per completion.")] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample among the k most likely; 0 is all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Sample within this share of probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this share of the best.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1 discourages repetition.")] = 1.0,
+    temperature: common.TemperatureOption = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample among the k most likely; 0 is all.")] = None,
+    top_p: common.TopPOption = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens less likely than this share of the best.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1 discourages repetition.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends a completion; may be repeated.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same completion.")] = None,
     json_schema: Annotated[Path | None, typer.Option(help="A file with a JSON schema that completions keep.")] = None,
@@ -47,10 +47,11 @@ def generate(
     wanted = [*(prompts or []), *_read_prompts(prompts_file)]
     if not wanted:
         raise InvalidConfig("prompts: got none, needed is at least one, as an argument or with --prompts-file.")
+    sampling = common.chosen(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty)
     params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, stop=tuple(stop or ()), seed=seed,
-        structured=_structured(json_schema, regex, choice),
+        max_tokens=max_tokens, stop=tuple(stop or ()), seed=seed, structured=_structured(json_schema, regex, choice),
+        **sampling,
     )
     inputs: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in wanted]
     with common.open_engine(model, config, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,

@@ -101,8 +101,8 @@ def compute_in_all_ways(engine: Engine) -> None:
     """
     from pagedcore.sampling_params import SamplingParams
 
-    greedy = SamplingParams(max_tokens=3, ignore_eos=True)
-    reported = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+    greedy = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0)
+    reported = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.0, logprobs=2, prompt_logprobs=2)
     sampled = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01,
                              logprobs=2, repetition_penalty=1.1, presence_penalty=0.5, n=2)
     for way in (greedy, reported, sampled):

@@ -76,6 +76,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "control_tokens_in_chats": rules.BOOLEAN,
     "tool_parser": rules.NAME,
     "reasoning_parser": rules.NAME,
+    "generation_config": rules.one_of("auto", "none"),
     # Safety: any other true value, the text "false" among them, would let foreign code run.
     "trust_remote_code": rules.BOOLEAN,
     "check_invariants": rules.BOOLEAN,
@@ -183,6 +184,9 @@ class EngineConfig:
     reasoning_parser: str = "auto"
     """Name of an entry in the plugin table ``reasoning_parsers``, which is how the model writes its reasoning: "think"
     or "mistral"; "auto": the one that recognises the chat template, "none": it is a part of the text."""
+    generation_config: str = "auto"
+    """"auto": what the model's ``generation_config.json`` says of sampling holds for requests that do not say
+    otherwise; "none": it does not. Its end tokens and ``suppress_tokens`` always hold."""
     trust_remote_code: bool = False
     """Whether code shipped with a model may run in this process."""
     check_invariants: bool = False

@@ -251,6 +251,25 @@ def allowed_token_ids(name: str, value: Any) -> tuple[int, ...] | None:
     return tuple(sorted({_TOKEN_ID.check(name, token_id, InvalidToken) for token_id in value}))
 
 
+def suppressed_tokens(name: str, value: Any) -> tuple[int, ...]:
+    """Accept a list or tuple of token ids; stored as a tuple in ascending order."""
+    if not isinstance(value, list | tuple) or len(value) > limits.MAX_SUPPRESSED_TOKENS:
+        given = len(value) if isinstance(value, list | tuple) else value
+        raise InvalidSampling(name, given, f"a list of up to {limits.MAX_SUPPRESSED_TOKENS} token ids")
+    return tuple(sorted({_TOKEN_ID.check(name, token_id, InvalidToken) for token_id in value}))
+
+
+def forced_tokens(name: str, value: Any) -> tuple[int, ...] | None:
+    """Accept a token id, or a list or tuple of at least one; stored as a tuple in ascending order."""
+    if value is None:
+        return None
+    ids = value if isinstance(value, list | tuple) else (value,)
+    if not 1 <= len(ids) <= limits.MAX_STOP_TOKEN_IDS:
+        allowed = f"a token id, a list of 1 to {limits.MAX_STOP_TOKEN_IDS} of them, or None"
+        raise InvalidSampling(name, len(ids), allowed)
+    return tuple(sorted({_TOKEN_ID.check(name, token_id, InvalidToken) for token_id in ids}))
+
+
 def logit_bias(name: str, value: Any) -> LogitBias | None:
     """Accept a mapping of token ids to numbers; stored as a ``LogitBias``."""
     if value is None:

@@ -37,6 +37,10 @@ MAX_BAD_SEQUENCES: Final = 2 * MAX_BAD_WORDS
 MAX_BAD_SEQUENCE_LENGTH: Final = 4 * MAX_BAD_WORD_LENGTH + 4
 MAX_ALLOWED_TOKEN_IDS: Final = 4096
 """Token ids of a request that alone may come: a session's file has them twice."""
+MAX_SUPPRESSED_TOKENS: Final = 4096
+"""Token ids of a request that may not come: forty times what published models suppress."""
+MAX_NGRAM: Final = 64
+"""Tokens of a run that may not come twice: a run is kept for each token of the context."""
 MAX_LOGIT_BIAS_ENTRIES: Final = 300
 """Biased tokens per request: they are applied one by one."""
 MAX_LOGIT_BIAS: Final = 100.0

@@ -21,6 +21,7 @@ from pagedcore.errors import InvalidConfig
 from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
+from pagedcore.generation_defaults import GenerationDefaults
 from pagedcore.kv_cache import eviction
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.lazy_names import delegate
@@ -29,7 +30,14 @@ from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import EngineHooks, create_plugin_manager
-from pagedcore.protocols import DecodesTokens, HasFingerprint, ModelFingerprint, NamesVariablePart, UsesTorchThreads
+from pagedcore.protocols import (
+    DecodesTokens,
+    HasFingerprint,
+    HasGenerationConfig,
+    ModelFingerprint,
+    NamesVariablePart,
+    UsesTorchThreads,
+)
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.requests.observers import EngineObserver
 from pagedcore.scheduler.batch_gate import BatchGate
@@ -123,10 +131,11 @@ def _assemble(
     info, end_ids = _describe(name, backend, config, kv_cache), backend.eos_token_ids
     hooks = EngineHooks(manager, at_the_end=memory.close)
     grammars = Grammars(text, backend.vocab_size, end_ids | (text.eos_token_ids if text is not None else frozenset()))
+    defaults = _generation_defaults(backend, config)
     input_processor = InputProcessor(
         text, backend.vocab_size, info.max_model_len, kv_cache.device.num_blocks * kv_cache.device.block_size,
         config.waiting_limit, grammars.eos_token_ids, policy.unread_options, grammars, hooks.request_context,
-        config.control_tokens_in_chats,
+        config.control_tokens_in_chats, defaults,
     )
     scheduler = Scheduler(
         kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
@@ -146,9 +155,17 @@ def _assemble(
     return EngineComponents(
         config, input_processor, kv_cache, scheduler, runner, hooks, info,
         memory.num_bytes, store, backend_fingerprint(backend), form,
-        _identity(backend, form, info.max_model_len, tokenizer, config.chat_template),
+        _identity(backend, form, info.max_model_len, tokenizer, config.chat_template, defaults),
         _chat_format(manager.registry, config, text), observers,
     )
+
+
+def _generation_defaults(backend: ModelBackend, config: EngineConfig) -> GenerationDefaults:
+    fields = backend.generation_config if isinstance(backend, HasGenerationConfig) else {}
+    defaults = GenerationDefaults.of(
+        fields, backend.vocab_size, backend.eos_token_ids, is_used=config.generation_config == "auto")
+    defaults.log()
+    return defaults
 
 
 def _chat_format(registry: Registry, config: EngineConfig, tokenizer: Tokenizer | None) -> ChatFormat:
@@ -168,11 +185,13 @@ def _find_format(table: Table[Callable[[], Any]], name: str, template: str) -> A
 
 
 def _identity(
-    backend: ModelBackend, form: str, max_model_len: int, tokenizer: Any, template: str | None
+    backend: ModelBackend, form: str, max_model_len: int, tokenizer: Any, template: str | None,
+    defaults: GenerationDefaults,
 ) -> str:
     # Why: weights of a backend that does not describe them, and a tokenizer object, are not known to be another's.
     is_known = isinstance(backend, HasFingerprint) and isinstance(tokenizer, str | None)
-    own = "" if template is None else f"-{sha256(template.encode()).hexdigest()}"
+    held = repr(sorted(defaults.as_mapping.items())) if defaults.as_mapping else None
+    own = "".join(f"-{sha256(text.encode()).hexdigest()}" for text in (template, held) if text is not None)
     return f"{form if is_known else secrets.token_hex(32)}-{max_model_len}-{tokenizer if is_known else ''}{own}"
 
 

@@ -82,8 +82,11 @@ class Engine(TextVerbs):
         self.hooks = components.hooks
         """The plugins that look on; further ones may be added, on the engine's thread."""
         self.chat_format, self.identity = components.chat_format, components.identity
-        """``identity`` is equal for engines with the same weights, number format, kernels, versions and context, whose
-        greedy completions are the same; unlike any other for a backend that does not describe its weights."""
+        """``identity`` is equal for engines with the same weights, number format, kernels, versions, context and
+        ``generation_defaults``, whose greedy completions are the same; unlike any other for a backend that does not
+        describe its weights."""
+        self.generation_defaults = self.input_processor.defaults.as_mapping
+        """The model's own sampling parameters, by name: what a request has that does not say otherwise."""
         self.max_lull_s = math.inf if config.max_wait_ms is None else config.max_wait_s
         """The longest that an owner may let the first request of an idle engine wait for others, in seconds."""
         self._runner = components.runner
@@ -153,7 +156,7 @@ class Engine(TextVerbs):
 
         Args:
             prompt: text, token ids, or chat messages.
-            params: sampling parameters; ``None`` means greedy up to the model's length.
+            params: sampling parameters; ``None`` means the model's own, or greedy, up to the model's length.
             **options: the fields of ``RequestOptions``: ``priority``, ``cache_salt``, ``tenant``, ``deadline_s``, ...
 
         Raises:

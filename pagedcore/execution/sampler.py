@@ -97,9 +97,9 @@ class Sampler:
         return all(map(_is_plainly_greedy, sequences))
 
     def barred_tokens(self, sequences: ListOf[Sequence]) -> Int64Array:
-        """Return the tokens that may not come yet, as they would end completions too soon: [B, 2] rows and ids."""
-        places = [(i, token_id) for i, one in enumerate(sequences) if _is_too_short(one)
-                  for token_id in one.stop_token_ids if token_id < self._vocab_size]  # fmt: skip
+        """Return the tokens that may not come, or not yet, whatever their logits: [B, 2] rows and ids."""
+        places = [(i, token_id) for i, one in enumerate(sequences) if _bars_tokens(one)
+                  for token_id in _barred(one) if token_id < self._vocab_size]  # fmt: skip
         return np.array(places, np.int64).reshape(-1, 2)
 
     def take(self, token_ids: Int64Array, count: int) -> SampledTokens:
@@ -161,7 +161,7 @@ class Sampler:
         adjusters, constrained = dict[int, RowAdjuster](), list[tuple[int, Constraint, list[int]]]()
         failures = dict[int, Exception]()
         for i, sequence in enumerate(sequences):
-            if not (sequence.is_adjusted or _is_too_short(sequence)):
+            if not (sequence.is_adjusted or _bars_tokens(sequence)):
                 continue
             adjuster = self._adjusters.get(sequence.sequence_id)
             if adjuster is None or not adjuster.is_for(sequence):
@@ -230,8 +230,22 @@ def _mask(bits: Int16Array, barred: Int64Array) -> None:
         bits[rows, columns] = np.where(is_broken, logits, _MINUS_INFINITY)
 
 
-def _is_too_short(sequence: Sequence) -> bool:
-    return (least := sequence.params.min_tokens) > 0 and sequence.num_output_tokens < least
+def _bars_tokens(sequence: Sequence) -> bool:
+    """Whether tokens may not come next because of what they are."""
+    params = sequence.params
+    if params.suppress_tokens:
+        return True
+    if not (params.min_tokens or params.begin_suppress_tokens):
+        return False
+    num_tokens = sequence.num_output_tokens
+    return num_tokens < params.min_tokens or (num_tokens == 0 and bool(params.begin_suppress_tokens))
+
+
+def _barred(sequence: Sequence) -> set[int]:
+    """Return those tokens: ends before the minimum length, and what the request suppresses."""
+    params, num_tokens = sequence.params, sequence.num_output_tokens
+    ends = sequence.stop_token_ids if num_tokens < params.min_tokens else ()
+    return {*ends, *params.suppress_tokens, *(() if num_tokens else params.begin_suppress_tokens)}
 
 
 @dataclass(slots=True)
@@ -260,7 +274,7 @@ class _Report:
 
 
 class RowAdjuster:
-    """What one turn of one sequence does to its logits before they are sampled: bias, penalties, minimum length.
+    """What one turn of one sequence does to its logits before they are sampled: bias, penalties, masks.
 
     Values that are NaN or plus infinity are left as they are, so that a broken row stays recognisable, and no finite
     logit becomes infinite except by the mask.
@@ -268,16 +282,16 @@ class RowAdjuster:
     Invariant: the tokens counted are the first ones of the sequence, and token ids are only ever appended.
     """
 
-    __slots__ = ("_bad_words", "_bias", "_num_prompt_tokens", "_others", "_params", "_seen", "_sequence",
-                 "_stop_token_ids")
+    __slots__ = ("_bad_words", "_bias", "_num_prompt_tokens", "_others", "_params", "_runs", "_seen", "_sequence",
+                 "_vocab_size")
 
     def __init__(self, sequence: Sequence, vocab_size: int) -> None:
         params = sequence.params
         self._sequence, self._params, self._num_prompt_tokens = sequence, params, sequence.num_prompt_tokens
         bias = params.logit_bias or {}
         self._bias = np.fromiter(bias.keys(), np.int64), np.fromiter(bias.values(), np.float32)
-        known = [token_id for token_id in sequence.stop_token_ids if token_id < vocab_size]
-        self._stop_token_ids = np.array(known, np.int64)
+        self._vocab_size = vocab_size
+        self._runs = _Runs(params.no_repeat_ngram_size) if params.no_repeat_ngram_size else None
         self._bad_words = _BadWords(params.bad_words_ids) if params.bad_words_ids else None
         self._others = None
         if params.allowed_token_ids is not None:
@@ -305,8 +319,14 @@ class RowAdjuster:
             _bar(row, self._others)
         if self._bad_words is not None:
             _bar(row, self._bad_words.barred_after(self._sequence))
-        if self._sequence.num_output_tokens < self._params.min_tokens:
-            _bar(row, self._stop_token_ids)
+        if self._runs is not None:
+            _bar(row, self._runs.barred_after(self._sequence))
+        if _bars_tokens(self._sequence):
+            known = [token_id for token_id in _barred(self._sequence) if token_id < self._vocab_size]
+            _bar(row, np.array(known, np.int64))
+        forced, sequence = self._params.forced_eos_token_id, self._sequence
+        if forced is not None and sequence.num_output_tokens == sequence.max_tokens - 1:
+            _force(row, np.array(forced, np.int64))
 
     def _penalise(self, row: FloatArray, seen: _SeenTokens) -> None:
         token_ids, counts = seen.count(self._sequence)
@@ -323,6 +343,33 @@ class RowAdjuster:
 def _bar(row: FloatArray, places: npt.NDArray[Any]) -> None:
     logits = row[places]
     row[places] = np.where(logits < np.inf, -np.inf, logits)
+
+
+def _force(row: FloatArray, places: Int64Array) -> None:
+    """Leave these tokens alone, equally likely, as transformers does."""
+    logits = row[places]
+    _bar(row, np.arange(len(row)))
+    row[places] = np.where(logits < np.inf, np.float32(0.0), logits)
+
+
+class _Runs:
+    """The runs of so many tokens in a sequence, prompt included: which tokens would repeat one."""
+
+    __slots__ = ("_followers", "_num_before", "_num_read")
+
+    def __init__(self, size: int) -> None:
+        self._num_before = self._num_read = size - 1
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+
+    def barred_after(self, sequence: Sequence) -> Int64Array:
+        """Read what was appended; return the tokens that have followed the last ones before."""
+        tokens, num_before = sequence.token_ids, self._num_before
+        for place in range(self._num_read, len(tokens)):
+            before = tuple(tokens[place - num_before : place])
+            self._followers.setdefault(before, []).append(tokens[place])
+        self._num_read = max(self._num_read, len(tokens))
+        last = tuple(tokens[len(tokens) - num_before :])
+        return np.array(self._followers.get(last, ()), np.int64)
 
 
 class _BadWords:

@@ -6,19 +6,23 @@ results can be the same bits under every schedule. The self-test and the probe o
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from pagedcore.generation_defaults import GenerationDefaults, describe
 from pagedcore.models.blueprint import tree_of
 from pagedcore.models.checkpoints import quantized
 from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.model_path import is_gguf
-from pagedcore.models.checkpoints.pretrained import computing_dtype
+from pagedcore.models.checkpoints.pretrained import computing_dtype, find_file
 from pagedcore.models.checkpoints.quick_start import why_not_quick
 from pagedcore.models.checkpoints.weight_files import has_adapter
 from pagedcore.models.decoders.fused_match import NotFused, recognise
+from pagedcore.models.families.model_facts import eos_token_ids
 from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.packed_experts import left_alone
 from pagedcore.models.transformers_model import redirect_attention
@@ -60,7 +64,7 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     }
     model = tree_of(config, dtype, trust_remote_code)
     with torch.device("meta"), torch.inference_mode():
-        layers, _ = redirect_attention(model)
+        layers, vocab_size = redirect_attention(model)
     decoder, others = "fused kernels", left_alone(model)
     try:
         recognise(model, layers)
@@ -68,7 +72,8 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
         decoder = f"transformers' modules with packed products: {why}"
     if has_adapter(directory):
         facts["adapter"] = "the one beside the model is not applied"
-    return facts | {"decoder": decoder, "schedule": _schedule(others)}
+    sampling = _sampling(name, vocab_size, eos_token_ids(model))
+    return facts | {"decoder": decoder, "schedule": _schedule(others), "sampling": sampling}
 
 
 def _reader_of_tokenizer(directory: Path) -> str:
@@ -81,6 +86,19 @@ def _reader_of_tokenizer(directory: Path) -> str:
     if not name and not any(directory.glob("tokenizer*")):
         return "none: prompts are token ids"
     return "loaded by transformers" if read_tokenizer(directory) is None else "read without transformers"
+
+
+def _sampling(source: str, vocab_size: int, ends: frozenset[int]) -> str:
+    path = None if is_gguf(source) else find_file(source, "generation_config.json")
+    try:
+        fields = {} if path is None else dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return "generation_config.json is damaged"
+    own: Any = fields.get("eos_token_id")
+    defaults = GenerationDefaults.of(fields, vocab_size, ends.union(own if isinstance(own, list) else [own]))
+    held = describe(defaults.as_mapping) or "nothing"
+    others = f"; not applied: {', '.join(defaults.unread)}" if defaults.unread else ""
+    return f"requests that do not say otherwise have of the model: {held}{others}"
 
 
 def _format_of(stored: object, dtype: torch.dtype) -> str:

@@ -118,6 +118,7 @@ class TransformersModel:
         supported_models.check_device(model, device.kind)
         self.max_model_len = model_facts.max_model_len(model.config)
         self.eos_token_ids = model_facts.eos_token_ids(model)
+        self.generation_config = model_facts.generation_fields(model)
         self.fingerprint = model_fingerprint(model, quantization)
         self._scheme = quantization if linears is QUANTIZERS.get(quantization) else ""
         """What weights are quantised by; "" for weights that were when they were loaded, or are not."""

@@ -39,6 +39,8 @@ class BeamRules:
     """Keep each token's log-probability and this many of those it was chosen among; ``None``: keep none."""
     barred_token_ids: frozenset[int] = frozenset()
     """No candidates before ``min_tokens``, besides the stop tokens: with ``ignore_eos`` the model's end tokens."""
+    suppressed_token_ids: frozenset[int] = frozenset()
+    """Never candidates."""
 
     def score(self, log_probability: float, num_tokens: int) -> float:
         """Return what a completion of ``num_tokens`` tokens is ranked by."""
@@ -111,7 +113,9 @@ class BeamSearch:
 
     def _rank(self, continuations: ListOf[Continuations]) -> list[_Candidate]:
         rules, num_tokens = self._rules, len(self._beams[0].token_ids)
-        barred = rules.stop_token_ids | rules.barred_token_ids if num_tokens < rules.min_tokens else frozenset()
+        barred = rules.suppressed_token_ids
+        if num_tokens < rules.min_tokens:
+            barred |= rules.stop_token_ids | rules.barred_token_ids
         everyone = (
             _Candidate(beam.log_probability + log_probability, parent, token_id, log_probability)
             for parent, (beam, offered) in enumerate(zip(self._beams, continuations, strict=True))

@@ -95,6 +95,7 @@ class CandidateGroups:
             rules = BeamRules(
                 params.beam_width, first.max_tokens, params.min_tokens, first.end_token_ids, params.length_penalty,
                 params.early_stopping, params.logprobs, first.stop_token_ids - first.end_token_ids,
+                frozenset(params.suppress_tokens),
             )
             group.search = BeamSearch(rules)
         self.by_request[request.request_id] = group

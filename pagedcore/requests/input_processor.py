@@ -23,6 +23,7 @@ from pagedcore.errors import (
     TextFailed,
     TooManySequences,
 )
+from pagedcore.generation_defaults import GenerationDefaults
 from pagedcore.outputs import RequestOutput, TokenText
 from pagedcore.protocols import ChatMessage, Constraint, NamesTokens, RendersTools, Tokenizer
 from pagedcore.request_options import OPTIONS, RequestOptions
@@ -78,6 +79,8 @@ class InputProcessor:
     """What a request that is processed at the moment belongs to."""
     control_tokens_in_chats: bool = False
     """As ``EngineConfig`` has it."""
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    """The model's own parameters."""
 
     def process(
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, known: list[int] | None = None
@@ -87,6 +90,7 @@ class InputProcessor:
             self.check_options(options)
         if type(params) is not SamplingParams:
             params = validate_params(params)
+        asked, params = params, self.defaults.apply(params)
         if params.bad_words:
             params = self._with_bad_sequences(params)
         if not params.skip_special_tokens:
@@ -118,6 +122,8 @@ class InputProcessor:
         num_prompt, longest = num_known + len(token_ids), self.max_model_len
         if params.max_tokens is None:
             longest = max(min(longest, self.num_pool_tokens), num_prompt + 1)
+        if params is not asked and asked.min_tokens < longest - num_prompt < params.min_tokens:
+            params = replace(params, min_tokens=longest - num_prompt)
         max_tokens = validation.resolve_max_tokens(params, num_prompt, longest)
         if params.return_logits:
             validation.check_returned_logits(params, max_tokens, self.vocab_size)
@@ -126,6 +132,10 @@ class InputProcessor:
             token_ids, params, options, max_tokens, stop_token_ids, has_candidates,
             None if params.structured is None else self.constraint_of(params, options.owner), self.context(),
         )
+
+    def with_defaults(self, params: SamplingParams | None) -> SamplingParams:
+        """Return a request's parameters with the model's own where it gave none. Raises ``InvalidSampling``."""
+        return self.defaults.apply(validate_params(params))
 
     def process_further(
         self, output: RequestOutput, index: int | None, prompt: Prompt, params: SamplingParams | None,

@@ -122,7 +122,7 @@ def check_params_for_model(params: SamplingParams, vocab_size: int) -> None:
     """Check the parameters that name tokens against one model's vocabulary.
 
     Raises:
-        InvalidToken: a stop token, a biased, an allowed or a bad token is not in the vocabulary.
+        InvalidToken: a stop, biased, allowed, forced, suppressed or bad token is not in the vocabulary.
         InvalidSampling: ``top_k`` is more than the vocabulary.
         TooManySequences: ``beam_width`` is more than the vocabulary.
     """
@@ -132,6 +132,9 @@ def check_params_for_model(params: SamplingParams, vocab_size: int) -> None:
         raise TooManySequences("beam_width", params.beam_width, f"1 (off) to {vocab_size}, the vocabulary")
     _require_in_vocabulary("stop_token_ids", params.stop_token_ids, vocab_size)
     _require_in_vocabulary("logit_bias", params.logit_bias or (), vocab_size)
+    _require_in_vocabulary("suppress_tokens", params.suppress_tokens, vocab_size)
+    _require_in_vocabulary("begin_suppress_tokens", params.begin_suppress_tokens, vocab_size)
+    _require_in_vocabulary("forced_eos_token_id", params.forced_eos_token_id or (), vocab_size)
     _require_in_vocabulary("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
     _require_in_vocabulary("bad_words_ids", chain.from_iterable(params.bad_words_ids), vocab_size)
 

@@ -87,6 +87,8 @@ class AsyncEngine(
             engine.turn_rules.queue_timeout_s = QUEUE_TIMEOUT_S
         self.identity = engine.identity
         """As ``Engine.identity``."""
+        self.generation_defaults = engine.generation_defaults
+        """As ``Engine.generation_defaults``."""
         self.chat_format = engine.chat_format
         """How the model writes calls of tools and reasoning, for those who read its chats."""
         self.input_processor = engine.input_processor
@@ -195,7 +197,7 @@ class AsyncEngine(
         Args:
             output: what ``submit`` or an earlier call has returned.
             prompt: text, token ids, or chat messages that follow the conversation so far.
-            params: of the new turn; ``None``: greedy. Without a seed the engine derives a new one.
+            params: of the new turn; ``None``: as of a request. Without a seed the engine derives a new one.
             index: the completion that is continued, needed where ``output`` has several.
 
         Raises:

@@ -341,6 +341,9 @@ class SessionStore:
         if params is not None:
             validation.require_one_completion(params)
             validation.check_params_for_model(params, self.input_processor.vocab_size)
+        if self.input_processor.defaults.parameters:
+            # Why here: they belong to the session, also where another engine continues it.
+            params = self.input_processor.with_defaults(params)
         self.input_processor.check_options(options)
         return self.open(params, options)
 

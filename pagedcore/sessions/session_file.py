@@ -243,7 +243,8 @@ def _exactly(values: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _params(values: Mapping[str, Any], inputs: InputProcessor) -> SamplingParams:
     with _refusals_of("params"):
-        params = SamplingParams.from_mapping(values)
+        # Why all: what a file does not have was at its default, and no model's own takes its place.
+        params = SamplingParams.from_mapping({**_LATER_PARAMS, **values})
         validation.check_params_for_model(params, inputs.vocab_size)
         validation.require_one_completion(params)
     if _canonical(params_as_mapping(params)) != _canonical(values):

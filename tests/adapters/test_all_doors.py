@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from random import Random
 from typing import Any
 
@@ -40,7 +41,7 @@ from support.engine_builders import make_engine, run
 from support.torture import first_seed, scaled
 
 BASE = {"max_tokens": 2}
-FIELDS = sorted(SamplingParams.__dataclass_fields__)
+FIELDS = sorted(one.name for one in fields(SamplingParams))
 EDGES = sorted({0, 1, 2, 8, 10, 16, 20, 64, 100, 300, VOCAB_SIZE, MAX_MODEL_LEN, MAX_MODEL_LEN - 2, limits.MAX_COUNT,
                 limits.MAX_SEED, 2**32, 2**64, limits.MAX_PRIORITY, int(limits.MAX_TIMEOUT_S)})
 

@@ -54,7 +54,8 @@ SAMPLING: dict[str, Any] = {
     "beam_width": 2, "length_penalty": 0.5, "early_stopping": True, "logprobs": 1, "prompt_logprobs": 1,
     "structured": {"json_schema": SCHEMA}, "logits_processor": "code", "bad_words": ["word"], "bad_words_ids": [[7, 8]],
     "allowed_token_ids": [7, 8], "include_stop_str_in_output": True, "skip_special_tokens": False,
-    "truncate_prompt_tokens": 3, "return_logits": True,
+    "truncate_prompt_tokens": 3, "suppress_tokens": [7], "begin_suppress_tokens": [7], "no_repeat_ngram_size": 2,
+    "forced_eos_token_id": 7, "return_logits": True,
 }
 POLICIES = ("deadline_s", "ttft_ms", "tpot_ms", "timeout_s")
 OPTIONS: dict[str, Any] = {

@@ -12,7 +12,8 @@ STOREYS: dict[str, dict[str, tuple[str, ...]]] = {
         "ground": ("_version", "errors", "lazy_names", "outputs", "protocols", "shares"),
         "demo_model": ("demo_model",),
         "config": ("config",),
-        "vocabulary": ("request_options", "sampling_params", "sequence", "structured_output"),
+        "vocabulary": (
+            "generation_defaults", "request_options", "sampling_params", "sequence", "structured_output"),
     },
     "text": {
         "tokenizer": ("tokenizer",),

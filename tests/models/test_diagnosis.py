@@ -65,6 +65,11 @@ def test_reasons_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "the files have float16: rounded" in facts["number format"]
     assert facts["tokenizer"] == "none: prompts are token ids"
     assert facts["quantisation"] == "none"
+    assert facts["sampling"].endswith(": nothing")
+    settings = {"top_p": 0.8, "suppress_tokens": [7], "min_length": 3}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    told = diagnose(tmp_path)["sampling"]
+    assert told.endswith(": top_p 0.8, suppress_tokens (7,); not applied: min_length (not supported)")
 
 
 @pytest.mark.parametrize(("family", "changes", "reason"), [

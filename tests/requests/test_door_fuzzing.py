@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pagedcore import errors
+from pagedcore import errors, sampling_params
 from pagedcore.config import limits
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests import validation
@@ -15,7 +15,7 @@ from pagedcore.tokenizer.chat import validate_chat
 
 CANARY = "canary-7f3a"
 VOCAB_SIZE, MAX_MODEL_LEN, POOL_TOKENS = 1000, 64, 256
-FIELDS = sorted([*SamplingParams.__dataclass_fields__, "num_beams"])
+FIELDS = sorted(sampling_params.NAMES)
 BOUNDS = [0, 1, 2, 8, 10, 16, 20, 64, 100, 300, 1024, VOCAB_SIZE, MAX_MODEL_LEN, limits.MAX_COUNT, limits.MAX_SEED]
 
 boundaries = st.sampled_from([sign * bound + step for bound in BOUNDS for step in (-1, 0, 1) for sign in (-1, 1)])

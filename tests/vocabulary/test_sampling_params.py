@@ -45,6 +45,10 @@ ACCEPTED = {
     "include_stop_str_in_output": [False, True],
     "skip_special_tokens": [True, False],
     "truncate_prompt_tokens": [None, -1, 1, limits.MAX_COUNT],
+    "suppress_tokens": [(), [], [0, limits.MAX_COUNT], list(range(4096)), (3, 3)],
+    "begin_suppress_tokens": [(), [], [0, limits.MAX_COUNT], list(range(4096)), (3, 3)],
+    "no_repeat_ngram_size": [0, 1, 64],
+    "forced_eos_token_id": [None, 0, limits.MAX_COUNT, [1], tuple(range(64))],
 }
 
 NOT_A_NUMBER = [None, True, "1", NAN, INF, -INF, 10**400, -(10**400), np.float64(0.5), np.float32(0.5), 1j, [1], b"1"]
@@ -87,6 +91,10 @@ REFUSED = {
     "include_stop_str_in_output": (errors.InvalidSampling, [None, 0, 1, "false"]),
     "skip_special_tokens": (errors.InvalidSampling, [None, 0, 1, "true"]),
     "truncate_prompt_tokens": (errors.InvalidSampling, [0, -2, limits.MAX_COUNT + 1, *NOT_AN_INTEGER]),
+    "suppress_tokens": (errors.InvalidSampling, [list(range(4097)), None, 1, "1", {1}, range(3), True]),
+    "begin_suppress_tokens": (errors.InvalidSampling, [list(range(4097)), None, 1, "1", {1}, range(3), True]),
+    "no_repeat_ngram_size": (errors.InvalidSampling, [-1, 65, None, *NOT_AN_INTEGER]),
+    "forced_eos_token_id": (errors.InvalidSampling, [[], (), list(range(65))]),
     "structured": (errors.InvalidGrammar, [{}, [], "json", True, {"json_object": False}, {"regex": "a", "lark": "b"}]),
 }  # fmt: skip
 
@@ -119,7 +127,9 @@ def refusal_of(name, value):
 
 
 @pytest.mark.parametrize("token_id", [-1, limits.MAX_COUNT + 1, True, 1.0, "1", None, np.int64(1), 10**400])
-@pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words_ids"])
+@pytest.mark.parametrize("name", [
+    "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
+    "forced_eos_token_id"])
 def test_what_is_no_token_id_is_refused_wherever_it_stands(name, token_id):
     """An element that cannot be a token id is an InvalidToken that names the field."""
     value = {"logit_bias": {token_id: 1.0}, "bad_words_ids": [[token_id]]}.get(name, [token_id])
@@ -308,3 +318,42 @@ def test_a_default_is_what_is_stored_of_it() -> None:
     for one in dataclasses.fields(SamplingParams):
         stored = one.metadata["facts"].check(one.name, one.default)
         assert (type(stored), stored) == (type(one.default), one.default), one.name
+
+
+def test_parameters_remember_what_was_given() -> None:
+    """Whatever its value, through copies, pickles and ``replace``; it is no part of what they are."""
+    assert SamplingParams().given == SamplingParams.from_mapping({}).given == frozenset()
+    params = SamplingParams(temperature=0.0, num_beams=1, n=2)
+    assert params.given == {"temperature", "beam_width", "n"}
+    for same in (copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params)),
+                 dataclasses.replace(params), SamplingParams.from_mapping({"temperature": 0, "num_beams": 1, "n": 2})):
+        assert same.given == params.given
+    assert dataclasses.replace(params, top_p=0.5, n=1).given == params.given | {"top_p"}
+    assert (params, hash(params)) == (SamplingParams(n=2), hash(SamplingParams(n=2)))
+    assert "given" not in repr(params)
+
+
+def test_a_doors_default_is_not_given() -> None:
+    """It gives way to a model's own, as a parameter's own default does; what was given does not."""
+    own = {"temperature": 0.7, "top_p": 0.8, "min_tokens": 9}
+    params = SamplingParams.from_mapping({"top_p": 1, "max_tokens": 4}, {"temperature": 1.0, "top_p": 0.3})
+    assert (params.temperature, params.top_p, params.given) == (1.0, 1.0, {"top_p", "max_tokens"})
+    assert dataclasses.replace(params, seed=1).given == {"top_p", "max_tokens", "seed"}
+    chosen = params.with_defaults(own)
+    assert chosen == SamplingParams(top_p=1, max_tokens=4, temperature=0.7, min_tokens=4)
+    assert chosen.with_defaults({"temperature": 2.0}) is chosen
+
+
+@pytest.mark.parametrize("given", [{"beam_width": 2}, {"structured": {"regex": "a"}}])
+def test_defaults_refuse_nothing(given) -> None:
+    """Whatever can be given alone gives way where it cannot be combined."""
+    own = {"temperature": 0.5, "top_k": 4, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.3, "min_tokens": 2,
+           "no_repeat_ngram_size": 2, "bad_words_ids": ((1,),), "begin_suppress_tokens": (1,),
+           "forced_eos_token_id": (2,)}
+    taken = SamplingParams(**given).with_defaults(own).given
+    for name, value in own.items():
+        try:
+            SamplingParams(**given, **{name: value})
+            assert name in taken
+        except errors.InvalidSampling:
+            assert name not in taken

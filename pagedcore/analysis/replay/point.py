@@ -110,7 +110,11 @@ def _find(recording: Recording, request: str, index: int, completion: int) -> Po
     if type(seed) is not int or not 0 <= seed <= MAX_SEED:
         raise RecordingError("its seed is none")
     chosen = known[place] if place < num_tokens else None
-    return Point(tuple(known[:place]), num_prompt, chosen, _params_of(described), seed)
+    params = _params_of(described)
+    if index + 1 != described["plain"]["max_tokens"]:
+        # Why: the turn ends at the point when it is computed, and did not end there.
+        params = _with(params, forced_eos_token_id=None)
+    return Point(tuple(known[:place]), num_prompt, chosen, params, seed)
 
 
 def _sequence_of(recording: Recording, request: str, completion: int) -> int:
@@ -177,12 +181,13 @@ def compute_point(engine: Engine, point: Point, num_top: int = 10) -> TokenLogpr
 def continue_point(engine: Engine, point: Point, token_id: int, num_tokens: int) -> tuple[list[int], str]:
     """Put another token at a point and generate up to so many further ones; return all of them, and their text.
 
-    A grammar that the request has (``structured``) does not bind them, because the token may be outside of it.
+    A grammar that the request has (``structured``) does not bind them, because the token may be outside of it, nor does
+    its last token (``forced_eos_token_id``).
 
     Raises ``InvalidRequest`` if the token is not in the vocabulary or the context has no room for them.
     """
     engine.token_text(token_id)
-    free = replace(point, params=_with(point.params, structured=None))
+    free = replace(point, params=_with(point.params, structured=None, forced_eos_token_id=None))
     request = _complete(engine, free, (*point.token_ids, token_id), num_tokens, None)
     try:
         token_ids = request.sequences[0].token_ids[len(point.token_ids) :]

@@ -154,9 +154,9 @@ def read_config(directory: Path, left_out: AbstractSet[str] = frozenset()) -> tu
     _require(vars(config).get("num_experts_per_tok", 0) <= num_experts(config), "it chooses more experts than it has")
     _require_layers(config, raw, family)
     generation = directory / "generation_config.json"
-    eos_token_id = _read_json(generation).get("eos_token_id") if generation.exists() else None
-    _require(names_tokens(eos_token_id), "its generation ends with unknown tokens")
-    return config, SimpleNamespace(eos_token_id=eos_token_id)
+    settings = {"eos_token_id": None, **(_read_json(generation) if generation.exists() else {})}
+    _require(names_tokens(settings["eos_token_id"]), "its generation ends with unknown tokens")
+    return config, SimpleNamespace(**settings)
 
 
 def _require_layers(config: _Config, raw: Mapping[str, Any], family: Family) -> None:

@@ -236,7 +236,7 @@ class ForCausalLM(nn.Module):
 
         Args:
             config: as transformers would have it; ``head_dim`` is there for every architecture.
-            generation_config: has ``eos_token_id``.
+            generation_config: has ``eos_token_id``, and what else the model's file has.
             weights: of one floating format, on the CPU.
         """
         super().__init__()

@@ -50,6 +50,12 @@ def max_model_len(config: Any) -> int:
     return length
 
 
+def generation_fields(model: Any) -> dict[str, Any]:
+    """Return what a model's generation settings have, by the names of transformers."""
+    settings = getattr(model, "generation_config", None)
+    return {name: value for name, value in vars(settings).items() if value is not None} if settings is not None else {}
+
+
 def eos_token_ids(model: Any) -> frozenset[int]:
     """Return the tokens that end a completion, from the generation settings and the configuration.
 

@@ -54,9 +54,10 @@ def answer(engine: AsyncEngine, prompt: Any = CHAT, **params: Any) -> Any:
 
 
 def test_models_are_listed_and_found(client: OpenAI) -> None:
-    """The list has the model with its context; another name is the client's NotFoundError."""
+    """The list has the model with its context and parameters; another name is the client's NotFoundError."""
     (model,) = client.models.list().data
-    assert (model.id, model.owned_by, model.model_extra) == ("demo", "pagedcore", {"max_model_len": 2048})
+    extra = {"max_model_len": 2048, "generation_defaults": {}}
+    assert (model.id, model.owned_by, model.model_extra) == ("demo", "pagedcore", extra)
     assert client.models.retrieve("demo").id == "demo"
     with pytest.raises(openai.NotFoundError) as refused:
         client.models.retrieve("other")

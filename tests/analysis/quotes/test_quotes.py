@@ -334,8 +334,7 @@ def test_quotes_are_refused_like_requests() -> None:
 @pytest.mark.slow
 def test_quotes_hold_under_overload() -> None:
     """At 1.5 times the load that can be served, with recorded noise, 95 of 100 quotes hold; the median interval is at
-    most half as wide as its value with lengths known, or hardly more. Learnt lengths make that of the end nearly as wide
-    as an oracle's."""
+    most 0.55 of its value wide. Learnt lengths make that of the end nearly as wide as an oracle's."""
     widest = {"lengths known": {}, "lengths learnt": {"end": 0.7}}
     for name, moment, held, width in quotes_table(1.5, 6000):
         assert float(held.rstrip("%")) >= 95.0

@@ -19,7 +19,7 @@ from support.session_builders import Recorder, tiny_model
 
 PROMPTS = [[5, 9, 11, 14, 3, 8, 40, 41, 42], [7, 9], [60, 61, 62, 63, 64]]
 PARAMS = SamplingParams(max_tokens=9, temperature=0.9, top_p=0.95, repetition_penalty=1.3, presence_penalty=0.2,
-                        seed=7, ignore_eos=True)
+                        seed=7, ignore_eos=True, suppress_tokens=[5, 9], no_repeat_ngram_size=1, forced_eos_token_id=3)
 
 
 def watched(engine: Engine) -> Recorder:
