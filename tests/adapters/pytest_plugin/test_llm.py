@@ -27,7 +27,7 @@ from pagedcore_pytest.llm import open_llm
 from pagedcore_pytest.loopback import serve_openai
 
 QUESTION = "What is 2 + 3?"
-WILD: dict[str, Any] = {"temperature": 1.5, "max_tokens": 24, "ignore_eos": True}
+WILD: dict[str, Any] = {"temperature": 3.0, "max_tokens": 24, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
