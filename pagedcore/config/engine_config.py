@@ -179,11 +179,11 @@ class EngineConfig:
     """Whether the text of a control token, such as ``<|im_end|>``, becomes that token in messages and tools too, so
     that whoever wrote them can end a turn and begin another. Prompts of plain text always have control tokens."""
     tool_parser: str = "auto"
-    """Name of an entry in the plugin table ``tool_parsers``, which is how the model writes calls of tools: "hermes",
-    "llama3" or "mistral"; "auto": the one that recognises the model's chat template, "none": no calls."""
+    """Name of an entry in the plugin table ``tool_parsers``, which is how the model writes calls of tools, such as
+    "hermes"; "auto": the one that recognises what the model's chat template writes, "none": no calls."""
     reasoning_parser: str = "auto"
-    """Name of an entry in the plugin table ``reasoning_parsers``, which is how the model writes its reasoning: "think"
-    or "mistral"; "auto": the one that recognises the chat template, "none": it is a part of the text."""
+    """Name of an entry in the plugin table ``reasoning_parsers``, which is how the model writes its reasoning, such
+    as "think"; "auto": the one that recognises the chat template, "none": it is a part of the text."""
     generation_config: str = "auto"
     """"auto": what the model's ``generation_config.json`` says of sampling holds for requests that do not say
     otherwise; "none": it does not. Its end tokens and ``suppress_tokens`` always hold."""

@@ -26,8 +26,12 @@ def pagedcore_register(registry: Registry) -> None:
                          summary="compiled for x86 processors with AVX2 or better; the default there")
     registry.models.add("transformers", "pagedcore.models.loading:transformers_backend",
                         summary="causal language models of transformers; the default")
+    registry.reasoning_parsers.add("harmony", "pagedcore.tool_calls.harmony:HarmonyFormat",
+                                   summary="the analysis channel, as gpt-oss writes it")
     registry.reasoning_parsers.add("mistral", "pagedcore.tool_calls.reasoning:mistral_reasoning",
                                    summary="[THINK] and [/THINK]")
+    registry.reasoning_parsers.add("seed", "pagedcore.tool_calls.reasoning:seed_reasoning",
+                                   summary="<seed:think> and </seed:think>, as Seed-OSS writes them")
     registry.reasoning_parsers.add("think", "pagedcore.tool_calls.formats:ReasoningFormat",
                                    summary="<think> and </think>, as DeepSeek and Qwen write them")
     registry.schedulers.add("cache-aware", "pagedcore.scheduler.policies:cache_aware",
@@ -44,9 +48,23 @@ def pagedcore_register(registry: Registry) -> None:
                             summary="fewest tokens first, with ageing")
     registry.schedulers.add("static", "pagedcore.scheduler.policies:static",
                             summary="a batch runs until its last request is done; for comparisons")
+    registry.tool_parsers.add("deepseek_v31", "pagedcore.tool_calls.deepseek_v31:DeepSeekV31Format",
+                              summary="a name, <｜tool▁sep｜> and JSON, as DeepSeek V3.1 writes them")
+    registry.tool_parsers.add("glm", "pagedcore.tool_calls.glm:GlmFormat",
+                              summary="<arg_key> and <arg_value>, as GLM, Ling and Laguna write them")
+    registry.tool_parsers.add("granite", "pagedcore.tool_calls.granite:GraniteFormat",
+                              summary="<|tool_call|> and a JSON list, as Granite 3 writes them")
+    registry.tool_parsers.add("harmony", "pagedcore.tool_calls.harmony:HarmonyFormat",
+                              summary="the commentary channel and JSON, as gpt-oss writes them")
     registry.tool_parsers.add("hermes", "pagedcore.tool_calls.hermes:HermesFormat",
                               summary="<tool_call> and JSON, as Hermes and Qwen write them")
     registry.tool_parsers.add("llama3", "pagedcore.tool_calls.llama3:Llama3Format",
                               summary="JSON with parameters, as Llama 3 writes it")
+    registry.tool_parsers.add("minimax_m2", "pagedcore.tool_calls.minimax_m2:MiniMaxM2Format",
+                              summary="<invoke> and <parameter>, as MiniMax-M2 writes them")
     registry.tool_parsers.add("mistral", "pagedcore.tool_calls.mistral:MistralFormat",
                               summary="[TOOL_CALLS] and JSON, as Mistral writes it")
+    registry.tool_parsers.add("qwen3_coder", "pagedcore.tool_calls.qwen3_coder:Qwen3CoderFormat",
+                              summary="<function=> and <parameter=>, as Qwen3-Coder and Nemotron 3 write them")
+    registry.tool_parsers.add("seed_oss", "pagedcore.tool_calls.seed_oss:SeedOssFormat",
+                              summary="the same in <seed:tool_call>, as Seed-OSS writes them")

@@ -6,6 +6,7 @@ offered tool is content, and nothing raises.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from typing import ClassVar, Final
@@ -14,6 +15,8 @@ from pagedcore.tool_calls.events import ArgumentsDelta, ChatEvent, ContentDelta,
 from pagedcore.tool_calls.json_scanner import WHITESPACE, CallScanner
 
 ARGUMENTS: Final = ("arguments",)
+MAX_NAME_LENGTH: Final = 64
+_NAME: Final = re.compile(r"[a-zA-Z0-9_-]*")
 _PIECE: Final = 1024
 
 
@@ -76,7 +79,9 @@ class CallParser(ABC):
         self._num_calls = 0
         self._is_after_call = self._is_open = self._has_end = False
         self._scanner = CallScanner(self._is_offered, self.keys)
+        self._name = ""
         self._state: Callable[[], bool] = self._start
+        self._after_name_state: Callable[[], bool] = self._start
 
     def push(self, text: str) -> list[ChatEvent]:
         """Take the next piece of text; return the events that have become certain."""
@@ -158,6 +163,29 @@ class CallParser(ABC):
             self._rest = self._rest[len(tag) :]
             return True
         return None if tag.startswith(self._rest) else False
+
+    def _begins_with(self, *tags: str) -> bool | None:
+        """Whether one of several tags is next; ``None`` if that is not known yet."""
+        if self._rest.startswith(tags):
+            return True
+        return None if any(tag.startswith(self._rest) for tag in tags) else False
+
+    def _begin_name(self, after: Callable[[], bool]) -> bool:
+        """Read the name of a tool next, and then the state ``after``; another name is no call."""
+        self._name, self._after_name_state, self._state = "", after, self._read_name
+        return True
+
+    def _read_name(self) -> bool:
+        found = _NAME.match(self._rest)
+        part = found[0] if found else ""
+        self._name += part
+        self._undecided.append(part)
+        self._rest = self._rest[len(part) :]
+        if len(self._name) > MAX_NAME_LENGTH or (self._rest and self._name not in self._names):
+            return self._reject()
+        if self._rest:
+            self._state = self._after_name_state
+        return bool(self._rest)
 
     def _begin_call(self, name: str | None = None) -> bool:
         """Read a call next: its object, or the arguments of a call with this name."""

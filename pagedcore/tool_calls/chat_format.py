@@ -36,11 +36,13 @@ from pagedcore.tool_calls.events import (
 )
 from pagedcore.tool_calls.formats import (
     OutputParser,
+    ReadsAnswers,
     ReasoningFormat,
     ReasoningRules,
     ToolFormat,
     ToolGrammar,
     cut_off,
+    default_id,
     in_regex,
     quoted,
 )
@@ -51,6 +53,17 @@ if TYPE_CHECKING:
     from pagedcore.protocols import Tokenizer
 
 _QUESTION: Final = ({"role": "user", "content": "question"},)
+_NO_PROMPT: Final = {"add_generation_prompt": False}
+_PROBED: Final[Any] = ({"type": "function", "function": {
+    "name": "pagedcore_probe", "description": "It does nothing.", "parameters": {
+        "type": "object", "properties": {"text": {"type": "string"}, "number": {"type": "integer"}}}}},)
+_PROBE: Final[Any] = (
+    {"role": "user", "content": "pagedcore-question"},
+    # Why this id: templates of Mistral want nine letters or digits.
+    {"role": "assistant", "content": "", "tool_calls": [{"id": "pagedcore", "type": "function", "function": {
+        "name": "pagedcore_probe", "arguments": {"text": "word", "number": 5}}}]},
+)
+"""A call that no template writes by itself; what it looks like says which format a model was made for."""
 
 
 class ChatFormat:
@@ -70,9 +83,22 @@ class ChatFormat:
         return self._tokenizer.chat_template if isinstance(self._tokenizer, RendersTools) else ""
 
     @cached_property
+    def _written(self) -> str:
+        """What the template writes for a call; if it writes none, how it tells the model to; empty for neither."""
+        if not isinstance(self._tokenizer, RendersTools):
+            return ""
+        given: Any = {"arguments": _NO_PROMPT} if isinstance(self._tokenizer, TakesArguments) else {}
+        try:
+            text = self._tokenizer.render_chat(_PROBE, tools=_PROBED, **given)
+        except InvalidPrompt:
+            return ""
+        call = text.rpartition(_PROBE[0]["content"])[2]
+        return next((one for one in (call, text) if _PROBED[0]["function"]["name"] in one), "")
+
+    @cached_property
     def tools(self) -> ToolFormat | None:
         """How calls are written, if that is known."""
-        return self._find_tools(self.template)
+        return self._find_tools(self._written) or self._find_tools(self.template)
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
@@ -188,7 +214,8 @@ class ChatFormat:
             params = replace(params, stop_outside=self._marks_of_reasoning(reasoning))
         if not chosen and reasoning is None:
             return ChatTurn(params, None, self)
-        new_parser = partial(self._new_parser, form if chosen else None, frozenset(named), reasoning)
+        schemas = {tool["name"]: tool.get("parameters") or {} for tool in chosen}
+        new_parser = partial(self._new_parser, form if chosen else None, schemas, reasoning)
         return ChatTurn(params, new_parser, self, has_reasoning=reasoning is not None)
 
     def _grammar(
@@ -206,6 +233,8 @@ class ChatFormat:
             answer = f"%json {_schema_of(wanted)}"
         reasoning = self._reasoning_rules()
         if answer and not tools:
+            if isinstance(self.reasoning, ReadsAnswers):
+                return self.reasoning.grammar((), ToolGrammar(self.template, self.special_ids, answer=answer))
             if reasoning is None:
                 return None
             return "\n".join([f"start: {reasoning.thought_if_any} answer", f"answer: {answer}", *reasoning.rules])
@@ -224,7 +253,7 @@ class ChatFormat:
             return None
         is_open = self.opens_reasoning
         begin, end = (f"<[{self.special_ids[tag]}]>" if tag in self.special_ids else ""
-                      for tag in self.reasoning.markers)
+                      for tag in (self.reasoning.begin, self.reasoning.end))
         # Why with line breaks: completions often begin with one, and what reads them leaves it out.
         begins = () if begin else tuple(f"{blank}{self.reasoning.begin}" for blank in ("", "\n", "\n\n"))
         opening, rules = "" if is_open else begin, list[str]()
@@ -241,8 +270,10 @@ class ChatFormat:
         )
 
     def _new_parser(
-        self, form: ToolFormat | None, names: frozenset[str], reasoning: ReasoningFormat | None
+        self, form: ToolFormat | None, names: Mapping[str, Any], reasoning: ReasoningFormat | None
     ) -> OutputParser:
+        if isinstance(reasoning, ReadsAnswers):
+            return reasoning.new_parser(names, default_id)
         parser: OutputParser = form.new_parser(names, form.new_id) if form is not None else _Text()
         return parser if reasoning is None else ReasoningParser(reasoning, parser, is_open=self.opens_reasoning)
 
@@ -252,16 +283,26 @@ class ChatFormat:
             return None
         return UnsearchedSpan(self._tokenizer.new_detokenizer(), *self._marks_of_reasoning(self.reasoning))
 
-    def _marks_of_reasoning(self, form: ReasoningFormat) -> tuple[str | int, str | int]:
-        begin, end = (self.special_ids.get(tag, tag) for tag in form.markers)
+    def _marks_of_reasoning(self, form: ReasoningFormat, *, is_shown: bool = False) -> tuple[str | int, str | int]:
+        """Return beginning and end, in text that shows special tokens or does not."""
+        begin, end = (self.special_ids.get(tag, tag if is_shown else self._without_markers(tag))
+                      for tag in (form.begin, form.end))
         return ("" if self.opens_reasoning else begin), end
+
+    def _without_markers(self, text: str) -> str:
+        for marker in self.special_ids:
+            text = text.replace(marker, "")
+        return text
 
     def new_text(self, params: SamplingParams) -> IncrementalText | None:
         """Return what makes text with the markers of tokens; ``None`` if the text of completions has them all."""
         if self._tokenizer is None or not self.special_ids or not params.skip_special_tokens:
             return None
         detokenizer = ShowsMarkers(self._tokenizer.new_detokenizer, self.special_ids)
-        return IncrementalText(detokenizer, params.stop, params.min_tokens, params.stop_outside,
+        outside = params.stop_outside
+        if self.reasoning is not None and outside == self._marks_of_reasoning(self.reasoning):
+            outside = self._marks_of_reasoning(self.reasoning, is_shown=True)
+        return IncrementalText(detokenizer, params.stop, params.min_tokens, outside,
                                keeps_stop=params.include_stop_str_in_output)
 
 

@@ -14,9 +14,10 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 from pagedcore.tool_calls.events import ChatEvent
 
-MAX_NAME_LENGTH: Final = 64
 _MOST_BLANKS: Final = 4
 """Whitespace that may follow the last call where nothing but calls may come."""
+STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""How JSON of a grammar is written: as chat templates do, and so models; whitespace without end is none."""
 _NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -54,13 +55,18 @@ class ToolFormat(Protocol):
         """Texts that the parser has to see, also where they are special tokens, which texts of completions lack."""
 
     def recognises(self, template: str) -> bool:
-        """Whether a chat template is of these models."""
+        """Whether a text is of these models: what a chat template writes for a call of a tool, or if no format knows
+        that, its source.
+        """
 
     def new_id(self) -> str:
         """Return an id for a call: unique, not to be guessed, and of a form that the chat template accepts."""
 
     def new_parser(self, names: Collection[str], new_id: Callable[[], str]) -> OutputParser:
-        """Return a parser for one completion in which the tools of ``names`` may be called."""
+        """Return a parser for one completion in which the tools of ``names`` may be called.
+
+        ``names`` is a mapping to the JSON schemas of their arguments where these are known.
+        """
 
     def grammar(self, tools: Sequence[dict[str, Any]], grammar: ToolGrammar) -> str | None:
         """Return the Lark grammar of completions with these tools; ``None`` if the format has none.
@@ -86,6 +92,20 @@ class ReasoningFormat:
     def recognises(self, template: str) -> bool:
         """Whether a chat template is of models that write the tags."""
         return self.end in template
+
+
+@runtime_checkable
+class ReadsAnswers(Protocol):
+    """What a ``ReasoningFormat`` may have besides, whose answers have marks as well: it reads whole completions.
+
+    ``new_parser`` and ``grammar`` are those of ``ToolFormat``.
+    """
+
+    def new_parser(self, names: Collection[str], new_id: Callable[[], str]) -> OutputParser:
+        """Return a parser of reasoning, content and calls."""
+
+    def grammar(self, tools: Sequence[dict[str, Any]], grammar: ToolGrammar) -> str | None:
+        """Return the Lark grammar of completions."""
 
 
 def default_id() -> str:
@@ -234,9 +254,7 @@ def in_regex(text: str) -> str:
 
 def _schema(tool: Mapping[str, Any]) -> dict[str, Any]:
     schema = tool.get("parameters") or _NO_ARGUMENTS
-    # Why: separators as chat templates write them, which models were trained on; whitespace without end is none.
-    style = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
-             "lenient": not tool.get("strict")}
+    style = {**STYLE, "lenient": not tool.get("strict")}
     # Why: schemas made of functions leave open whether there may be other arguments, which the function would refuse.
     closed = {"additionalProperties": False} if "properties" in schema and "patternProperties" not in schema else {}
     return {**closed, **schema, "type": "object", "x-guidance": style}

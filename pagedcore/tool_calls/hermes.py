@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Final
 
 from pagedcore.tool_calls.call_parser import CallParser
 from pagedcore.tool_calls.formats import ToolGrammar, default_id, rules_of_objects
 from pagedcore.tool_calls.json_scanner import WHITESPACE
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+_CALL: Final = re.compile(rf"""{_BEGIN}(\s|\\n|['"{{}}+\-])*\{{\s*\\?["']name""")
+"""A call, in the quotes and braces of a template's source too."""
 
 
 class HermesParser(CallParser):
@@ -41,8 +44,8 @@ class HermesFormat:
     markers = (_BEGIN, _END)
 
     def recognises(self, template: str) -> bool:
-        """Whether a chat template asks for this format; that of Qwen's coder models has the tags with XML in them."""
-        return _BEGIN in template and "<function=" not in template
+        """Whether a chat template, or what it writes for a call, has an object with a name within the tags."""
+        return _CALL.search(template) is not None
 
     def new_id(self) -> str:
         """Return the id of a call."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Final
 
 from pagedcore.tool_calls.call_parser import CallParser
 from pagedcore.tool_calls.formats import ToolGrammar, default_id, rules_of_objects
 from pagedcore.tool_calls.json_scanner import WHITESPACE
 
 _TAG = "<|python_tag|>"
+_CALL: Final = re.compile(r'\{"name": "[^"]*", "parameters": \{')
 _TEXT = r"/(\s*[^\s{](?s:.*))?/"
 
 
@@ -48,8 +50,9 @@ class Llama3Format:
     markers = (_TAG,)
 
     def recognises(self, template: str) -> bool:
-        """Whether a chat template asks for this format."""
-        return "<|start_header_id|>" in template and '"parameters"' in template
+        """Whether a chat template, or what it writes for a call, is of this format."""
+        is_written = _CALL.search(template) is not None
+        return is_written or ("<|start_header_id|>" in template and '"parameters"' in template)
 
     def new_id(self) -> str:
         """Return the id of a call."""

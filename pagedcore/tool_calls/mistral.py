@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from pagedcore.tool_calls.call_parser import CallParser
-from pagedcore.tool_calls.formats import MAX_NAME_LENGTH, ToolGrammar, quoted, rules_of_calls, rules_of_objects
+from pagedcore.tool_calls.formats import ToolGrammar, quoted, rules_of_calls, rules_of_objects
 
 _BEGIN, _ARGS, _CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _NAME: Final = re.compile(r"[a-zA-Z0-9_-]*")
@@ -23,10 +23,11 @@ class MistralParser(CallParser):
     """Reads text, and calls in either form after the tag."""
 
     end_of_raw = _BEGIN
+    """Also what calls begin with."""
 
     def _start(self) -> bool:
-        if self._write_until(_BEGIN):
-            self._undecided, self._state = [_BEGIN], self._kind
+        if self._write_until(self.end_of_raw):
+            self._undecided, self._state = [self.end_of_raw], self._kind
             return True
         return False
 
@@ -39,23 +40,7 @@ class MistralParser(CallParser):
             self._undecided.append("[")
             self._rest = self._rest[1:]
             return self._begin_call()
-        self._name, self._state = "", self._read_name
-        return True
-
-    def _read_name(self) -> bool:
-        match = _NAME.match(self._rest)
-        part = match[0] if match else ""
-        self._name += part
-        self._undecided.append(part)
-        self._rest = self._rest[len(part) :]
-        if len(self._name) > MAX_NAME_LENGTH:
-            return self._reject()
-        if not self._rest:
-            return False
-        if self._name not in self._names:
-            return self._reject()
-        self._state = self._before_arguments
-        return True
+        return self._begin_name(self._before_arguments)
 
     def _before_arguments(self) -> bool:
         for tag in (_CALL_ID, _ARGS):
@@ -109,10 +94,14 @@ class MistralFormat:
     def grammar(self, tools: Sequence[dict[str, Any]], grammar: ToolGrammar) -> str:
         """Return the Lark rules, in the form that the model's template has."""
         if _ARGS not in grammar.template:
-            opened = f"""call {'(", {" call)* ' if grammar.is_parallel else ""}"]" """
-            return replace(grammar, is_parallel=False).rules(
-                f'"[{{" {opened}', "", rules_of_objects(tools, "arguments"), tag=_BEGIN,
-                head="[{", opened=opened)
+            return grammar_of_list(_BEGIN, tools, grammar)
         own_id = f"{grammar.marker(_CALL_ID)} /[a-zA-Z0-9]{{9}}/ " if _CALL_ID in grammar.template else ""
         calls = rules_of_calls(tools, lambda name: f"{quoted(name)} {own_id}{grammar.marker(_ARGS)}")
         return grammar.rules("call", f"{grammar.marker(_BEGIN)} call", calls, tag=_BEGIN, opened="call")
+
+
+def grammar_of_list(tag: str, tools: Sequence[dict[str, Any]], grammar: ToolGrammar) -> str:
+    """Return the Lark rules of a tag and a list of objects."""
+    opened = f"""call {'(", {" call)* ' if grammar.is_parallel else ""}"]" """
+    return replace(grammar, is_parallel=False).rules(
+        f'"[{{" {opened}', "", rules_of_objects(tools, "arguments"), tag=tag, head="[{", opened=opened)

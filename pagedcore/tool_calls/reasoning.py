@@ -82,6 +82,11 @@ class ReasoningParser:
         return [ReasoningDelta(written)] if written else []
 
 
+def seed_reasoning() -> ReasoningFormat:
+    """Return the format ``seed``."""
+    return ReasoningFormat("<seed:think>", "</seed:think>")
+
+
 def mistral_reasoning() -> ReasoningFormat:
     """Return the format ``mistral``."""
     return ReasoningFormat("[THINK]", "[/THINK]")

@@ -30,14 +30,31 @@ _CALLS: Final = {
     "hermes": "'<tool_call>\\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson"
               " + '\\n</tool_call>'",
     "llama3": "{'name': call.function.name, 'parameters': call.function.arguments} | tojson",
+    "harmony": "' to=functions.' + call.function.name + '<|channel|>commentary json<|message|>'"
+               " + call.function.arguments | tojson + '<|call|>'",
+    "glm": "'<tool_call>' + call.function.name }}{% for key, value in call.function.arguments.items() %}"
+           "{{ '\n<arg_key>' + key + '</arg_key>\n<arg_value>' + (value if value is string else value | tojson)"
+           " + '</arg_value>' }}"
+           "{% endfor %}{{ '\n</tool_call>'",
+    "qwen3_coder": "'<tool_call>\n<function=' + call.function.name + '>\n' }}{% for key, value in"
+                   " call.function.arguments.items() %}{{ '<parameter=' + key + '>\n' + (value | string) +"
+                   " '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>'",
+    "minimax_m2": "'<minimax:tool_call>\n<invoke name=\"' + call.function.name + '\">\n' }}{% for key, value in"
+                  " call.function.arguments.items() %}{{ '<parameter name=\"' + key + '\">' + (value | string) +"
+                  " '</parameter>\n' }}{% endfor %}{{ '</invoke>\n</minimax:tool_call>'",
+    "deepseek_v31": "'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>'"
+                    " + call.function.arguments | tojson + '<｜tool▁call▁end｜><｜tool▁calls▁end｜>'",
+    "granite": "'<|tool_call|>[' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson + ']'",
     "mistral": "'[TOOL_CALLS]' + call.function.name + '[ARGS]' + call.function.arguments | tojson",
 }
 TEMPLATES: Final = {name: _TOOLS + _TURNS.replace("CALL", call) + _OPENING for name, call in _CALLS.items()} | {
     # What the family's own templates are recognised by.
+    "reasons": "{#- <|channel|>analysis<|message|> #}",
     "none": "{%- set calls = 0 %}" + _TURNS.replace("CALL", "''") + _OPENING,
 }
 TEMPLATES["llama3"] = "{#- <|start_header_id|> \"parameters\" #}" + TEMPLATES["llama3"]
-SPECIAL: Final = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>")
+HARMONY: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>")
+SPECIAL: Final = ("[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", *HARMONY)
 _ASSISTANT: Final = "<|im_start|>assistant\n"
 #: Where the script is not allowed, the first of these that is: it ends what is open as soon as that may be.
 _FALLBACK: Final = ("<|im_end|>", '"}', '"', "}", "]", ", ", ",", "3", "e", ":", ": ", "{", "<", "a")

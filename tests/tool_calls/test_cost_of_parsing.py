@@ -15,10 +15,14 @@ REPEATED = [
     " ", "\n", "; ", "x ", "<tool_cal", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS] add", "[CALL_ID]",
     "<|python_tag|> ", "{", '{"a":1,', '{"name":"add","parameters":{}};', '[TOOL_CALLS][{"name":"add","arguments":{}}]',
     '<tool_call>{"name":"add","arguments":{}}</tool_call>', "<think>", "</think>",
+    "<arg_key>a</arg_key><arg_value>1</arg_value>", "<arg_ke", "<|end|><|start|>assistant<|channel|>final<|message|>",
+    "<parameter=a>\n", "<|cha",
 ]
 BEFORE = [
     "", "text", '{"name":"add","parameters":{"a":1', '<tool_call>{"name":"add","arguments":{}}', "<|python_tag|>",
     '[TOOL_CALLS][{"name":"add","arguments":{}}', "[TOOL_CALLS]add[CALL_ID]",
+    "<tool_call>add<arg_key>a</arg_key><arg_value>", "<tool_call>\n<function=add>\n<parameter=a>",
+    "<|channel|>", "<tool_call>add<arg_key>",
 ]
 
 

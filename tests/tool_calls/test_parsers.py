@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from pagedcore.tool_calls.deepseek_v31 import DeepSeekV31Format
 from pagedcore.tool_calls.events import (
     ArgumentsDelta,
     ChatEvent,
@@ -20,12 +21,22 @@ from pagedcore.tool_calls.events import (
     collect,
 )
 from pagedcore.tool_calls.formats import OutputParser, ReasoningFormat
+from pagedcore.tool_calls.glm import GlmFormat
+from pagedcore.tool_calls.granite import GraniteFormat
+from pagedcore.tool_calls.harmony import HarmonyFormat
 from pagedcore.tool_calls.hermes import HermesFormat
 from pagedcore.tool_calls.llama3 import Llama3Format
+from pagedcore.tool_calls.minimax_m2 import MiniMaxM2Format
 from pagedcore.tool_calls.mistral import MistralFormat
+from pagedcore.tool_calls.qwen3_coder import Qwen3CoderFormat
 from pagedcore.tool_calls.reasoning import ReasoningParser
+from pagedcore.tool_calls.seed_oss import SeedOssFormat
 
-FORMATS: dict[str, Any] = {"hermes": HermesFormat(), "llama3": Llama3Format(), "mistral": MistralFormat()}
+FORMATS: dict[str, Any] = {
+    "hermes": HermesFormat(), "llama3": Llama3Format(), "mistral": MistralFormat(), "harmony": HarmonyFormat(),
+    "glm": GlmFormat(), "qwen3_coder": Qwen3CoderFormat(), "seed_oss": SeedOssFormat(),
+    "minimax_m2": MiniMaxM2Format(), "deepseek_v31": DeepSeekV31Format(), "granite": GraniteFormat(),
+}
 NAMES = ("add", "get_weather")
 FRAGMENTS = [
     "<tool_call>", "</tool_call>", "<tool_call>\n", "\n</tool_call>", "<tool_", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]",
@@ -37,6 +48,11 @@ FRAGMENTS = [
     '{"name": "add", "arguments": {"a": \'x\'}}', '{"name": "add", "arguments": {"a": "\\u00e9\\n"}}', "add", "add{",
     'add[ARGS]{"a": 1}', 'add[CALL_ID]abc123def[ARGS]{"a": 1}', '{"name": "add", "arguments": {"a": 1}', '"', "\\", "{",
     "}",
+    "<|channel|>", "analysis", "final", "commentary to=functions.add", " to=functions.add", "<|message|>", "<|end|>",
+    "<|start|>assistant", "<|call|>", "<|tool_call|>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>",
+    "<function=add>", "<parameter=a>", "</parameter>", "</function>", "<seed:tool_call>", "</seed:tool_call>",
+    "<minimax:tool_call>", '<invoke name="add">', '<parameter name="a">', "</invoke>", "</minimax:tool_call>",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
     '{"name": 5}', '{"name": "add", "arguments": 5}', '{"x": 1.5e3, "name": "add", "arguments": {"é": "\U0001f600"}}',
 ]
 
@@ -120,8 +136,19 @@ def write_mistral_plainly(before: str, calls: Sequence[tuple[str, Any]], ascii_:
     return before + "".join(f"[TOOL_CALLS]{name}{json.dumps(value, ensure_ascii=ascii_)}" for name, value in calls)
 
 
+def write_granite(before: str, calls: Sequence[tuple[str, Any]], ascii_: bool) -> str:
+    return write_mistral_list(before, calls, ascii_).replace("[TOOL_CALLS] ", "<|tool_call|>", 1)
+
+
+def write_deepseek(before: str, calls: Sequence[tuple[str, Any]], ascii_: bool) -> str:
+    blocks = [f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(value, ensure_ascii=ascii_)}<｜tool▁call▁end｜>"
+              for name, value in calls]
+    return before + (f"<｜tool▁calls▁begin｜>{''.join(blocks)}<｜tool▁calls▁end｜>" if blocks else "")
+
+
 WRITERS: dict[str, tuple[str, Writer]] = {
     "hermes": ("hermes", write_hermes), "llama3": ("llama3", write_llama3), "v3": ("mistral", write_mistral_list),
+    "granite": ("granite", write_granite), "deepseek_v31": ("deepseek_v31", write_deepseek),
     "v11": ("mistral", write_mistral_names), "stripped": ("mistral", write_mistral_plainly),
 }
 
@@ -153,6 +180,11 @@ def test_what_was_written_is_read(form: str, before: str, calls: Any, ascii_: bo
     ("hermes", '<tool_call>["add"]</tool_call>'), ("hermes", '<tool_call>{"name": ["add"], "arguments": {}}'),
     ("llama3", '{"answer": 5}'), ("llama3", ' {"name": "rm", "parameters": {}}'), ("llama3", 'text {"name": "add"}'),
     ("llama3", '<|python_tag|>brave_search.call(query="x")'), ("llama3", "<|python"), ("llama3", '{"name": "a'),
+    ("glm", "<tool_call>rm<arg_key>a</arg_key>"), ("glm", "<tool_call>add now"), ("glm", "<tool_call>add"),
+    ("glm", "<tool_call>" + "a" * 99), ("qwen3_coder", "<tool_call>\n<function=rm>\n"),
+    ("qwen3_coder", "<tool_call>\n<func"), ("minimax_m2", "<minimax:tool_call> tags"),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>rm<｜tool▁sep｜>{}"),
+    ("granite", "<|tool_call|> text"),
     ("mistral", "[TOOL_CALLS]"), ("mistral", "[TOOL_CALLS][]"), ("mistral", "[TOOL_CALLS]rm[ARGS]{}"),
     ("mistral", "[TOOL_CALLS]" + "a" * 99 + "{}"), ("mistral", "[TOOL_CALLS]add[ARG"),
     ("mistral", "[TOOL_CALLS]add(1)"),
@@ -163,7 +195,7 @@ def test_what_is_no_call_of_an_offered_tool_is_content(name: str, text: str) -> 
     assert parse(name, text) == ParsedCompletion(text, "", ())
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", ["deepseek_v31", "granite", "hermes", "llama3", "mistral"])
 def test_a_call_that_is_cut_off_is_incomplete(name: str) -> None:
     """Arguments that have begun are delivered as far as they came, and the call has no end."""
     text = WRITERS[{"mistral": "v11"}.get(name, name)][1]("", [("add", {"a": [1, 2]})], True)
