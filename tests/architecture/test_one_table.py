@@ -10,8 +10,8 @@ from pagedcore.config.schemes import SCHEMES
 from pagedcore.models.families.table import FAMILIES
 
 NAMES_OF_OTHERS = {
-    ("pagedcore.models.checkpoints.gguf", "llama"), ("pagedcore.models.checkpoints.gguf", "qwen2"),
-    ("pagedcore.models.checkpoints.gguf", "qwen3"),
+    *(("pagedcore.models.checkpoints.gguf_architectures", name)
+      for name in ("gemma3_text", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")),
     ("pagedcore.tokenizer.gguf_tokenizer", "llama"), ("pagedcore.tokenizer.gguf_tokenizer", "qwen2"),
     ("pagedcore.plugins.builtin", "mistral"),
 }

@@ -56,6 +56,7 @@ def require_equal(directory: Path, dtype: str, quantization: str) -> None:
 @pytest.mark.parametrize(("quantization", "dtype", "family", "kinds"), [
     ("w8a8", "bfloat16", "llama", MIXED), ("w8a16", "float32", "llama", ("f16", "q5_1", "f32", "q8_0")),
     ("w4a16", "float32", "qwen3", MIXED), ("auto-int8", "bfloat16", "qwen2", MIXED),
+    ("w8a8", "bfloat16", "gemma3_text", ("iq4_nl", "q3_k")), ("w4a16", "float32", "qwen3_moe", ("q4_0", "f16")),
 ])
 def test_it_is_what_the_dequantised_model_becomes(
     quantization: str, dtype: str, family: str, kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -195,18 +195,38 @@ _LAYER = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate_up_proj": "ffn_up",
+    "self_attn.qkv_proj": "attn_qkv", "mlp.gate": "ffn_gate_inp", "post_self_attn_layernorm": "post_attention_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
 }
+#: What families have under other names than the rest.
+_OF_FAMILY = {"gemma3_text": {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}}
 _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+#: llama.cpp's names of architectures that transformers calls otherwise.
+_ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "ministral3": "mistral3"}
+_TURNED = ("llama", "granite", "ministral3")
 
 
-def name_in_file(name: str) -> str:
+def name_in_file(name: str, family: str = "") -> str:
     """Return llama.cpp's name of a tensor of transformers."""
     module, _, last = name.rpartition(".")
     if module in _OTHERS:
         return f"{_OTHERS[module]}.{last}"
     _, _, number, rest = module.split(".", 3)
-    return f"blk.{number}.{_LAYER[rest]}.{last}"
+    return f"blk.{number}.{ {**_LAYER, **_OF_FAMILY.get(family, {})}[rest]}.{last}"
+
+
+def _pieces(name: str, family: str, numbers: Any) -> list[tuple[str, Any]]:
+    """Return the names that files have for a parameter, with the part of it that each is."""
+    if ".experts." not in name:
+        return [(name_in_file(name, family), numbers)]
+    layer, kind = name.split(".")[2], name.rpartition(".")[2]
+    parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
+    pieces = zip(parts, numbers.chunk(len(parts), dim=1), strict=True)
+    return [(f"blk.{layer}.ffn_{part}_exps.weight", piece) for part, piece in pieces]
 
 
 def _permuted(numbers: Array, head_size: int) -> Array:
@@ -222,19 +242,64 @@ def _unpermuted(numbers: Array, head_size: int) -> Array:
 
 def metadata_of(config: Any, **more: Any) -> dict[str, Any]:
     """Return what llama.cpp's converter writes of a configuration."""
-    name = str(config.model_type)
+    name = _ARCHITECTURES.get(config.model_type, str(config.model_type))
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     fields = {
         "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
         "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "attention.key_length": config.head_dim,
-        "rope.freq_base": float(config.rope_parameters["rope_theta"]),
+        "rope.freq_base": float(rope["rope_theta"]), **_rope_fields(rope), **_fields_of_family(config),
     }
     return {"general.architecture": name, **{f"{name}.{field}": value for field, value in fields.items()}, **more}
 
 
+def _rope_fields(rope: Mapping[str, Any]) -> dict[str, Any]:
+    if rope["rope_type"] == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(rope["factor"])}
+    if rope["rope_type"] != "yarn":
+        return {}
+    own = {"beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "attention_factor": "yarn_attn_factor",
+           "mscale_all_dim": "yarn_log_multiplier"}
+    return {
+        "rope.scaling.type": "yarn", "rope.scaling.factor": float(rope["factor"]),
+        "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        **{f"rope.scaling.{name}": float(rope[key]) for key, name in own.items() if rope.get(key) is not None},
+    }
+
+
+def _fields_of_family(config: Any) -> dict[str, Any]:
+    turned = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+    match config.model_type:
+        case "qwen3_moe":
+            return {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok,
+                    "expert_feed_forward_length": config.moe_intermediate_size}
+        case "gemma3_text":
+            local = config.rope_parameters["sliding_attention"]["rope_theta"]
+            return {"attention.sliding_window": config.sliding_window, "rope.freq_base_swa": float(local),
+                    "attention.value_length": config.head_dim}
+        case "phi3":
+            rope = config.rope_parameters
+            return {"attention.key_length": None, "attention.sliding_window": config.sliding_window or 0,
+                    "rope.dimension_count": turned, "rope.scaling.attn_factor": rope.get("attention_factor"),
+                    "rope.scaling.original_context_length": config.original_max_position_embeddings}
+        case "granite":
+            return {"attention.key_length": None, "attention.scale": float(config.attention_multiplier),
+                    "embedding_scale": float(config.embedding_multiplier),
+                    "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
+        case "ministral3":
+            return {"attention.temperature_scale": float(config.rope_parameters["llama_4_scaling_beta"])}
+        case "glm4":
+            return {"rope.dimension_count": turned}
+        case _:
+            return {}
+
+
 #: What a model's matrices are in, in turn: as in files that are called Q4_K_M, of several types.
 MIXED = ("q4_k", "q4_k", "q6_k")
+#: What llama.cpp takes every model of a family to be, windows of Qwen besides, which it does not have.
+_MEANT: dict[str, dict[str, Any]] = {"gemma3_text": {"layer_types": None, "query_pre_attn_scalar": 64},
+                                     "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 256}}
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
                          "num_key_value_heads": 2}
 
@@ -255,27 +320,36 @@ def write_model(
     """
     import torch
 
-    # Why: llama.cpp's qwen2 and qwen3 have no windows.
-    windows = {} if family == "llama" else {"use_sliding_window": False, "sliding_window": None}
-    model = tiny_model(family, **{**SIZES, **windows, **changes})
+    windows = {"use_sliding_window": False, "sliding_window": None} if family.startswith("qwen") else {}
+    model = tiny_model(family, **{**SIZES, **windows, **_MEANT.get(family, {}), **changes})
     if not hasattr(model.config, "head_dim"):
         model.config.head_dim = model.config.hidden_size // model.config.num_attention_heads
     rng, tensors = np.random.default_rng(0), dict(more_tensors or {})
-    state = model.state_dict(keep_vars=True)
-    is_tied = model.config.tie_word_embeddings
-    for number, (name, parameter) in enumerate(state.items()):
-        if name == "lm_head.weight" and is_tied:
+    for number, (name, parameter) in enumerate(model.state_dict(keep_vars=True).items()):
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        numbers, is_rotated = parameter.detach().numpy(), family == "llama" and (".q_proj" in name or ".k_proj" in name)
-        if numbers.ndim == 1:
-            numbers = rng.normal(1.0 if "norm" in name else 0.0, 0.1, numbers.shape).astype(np.float32)
-            tensor = floats("f32", _permuted(numbers, model.config.head_dim) if is_rotated else numbers)
-        else:
-            kind = kinds[number % len(kinds)]
-            tensor = random_blocks(rng, kind, numbers.shape) if kind in QUANTISED else floats(kind, numbers)
-            numbers = numbers_of_blocks(tensor)
-            numbers = _unpermuted(numbers, model.config.head_dim) if is_rotated else numbers
-        parameter.data = torch.from_numpy(np.ascontiguousarray(numbers))
-        tensors[name_in_file(name)] = tensor
+        for own, piece in _pieces(name, family, parameter.data):
+            tensors[own], numbers = _tensor(rng, name, tuple(piece.shape), kinds[number % len(kinds)], model.config)
+            piece.copy_(torch.from_numpy(np.ascontiguousarray(numbers)))
     write_gguf(path, metadata_of(model.config, **(metadata or {})), tensors)
     return model.float().eval()
+
+
+def _tensor(
+    rng: np.random.Generator, name: str, shape: tuple[int, ...], kind: str, config: Any
+) -> tuple[Tensor, Array]:
+    """Return a tensor of random blocks or numbers as a file has it, and its numbers as the model has them."""
+    is_turned = config.model_type in _TURNED and (".q_proj" in name or ".k_proj" in name)
+    if len(shape) == 1:
+        numbers = rng.normal(1.0 if "norm" in name else 0.0, 0.1, shape).astype(np.float32)
+        tensor = floats("f32", _permuted(numbers, config.head_dim) if is_turned else numbers)
+        return tensor, numbers - np.float32(config.model_type == "gemma3_text" and "norm" in name)
+    if kind in QUANTISED and ".gate.weight" not in name:
+        rows = random_blocks(rng, kind, (int(np.prod(shape[:-1])), shape[-1]))
+        tensor = Tensor(kind, shape, rows.content)
+    else:
+        # Shape: files have the matrix of a router in float32.
+        is_router = ".gate.weight" in name
+        tensor = floats("f32" if is_router else kind, rng.normal(0, 0.15, shape).astype(np.float32))
+    numbers = numbers_of_blocks(tensor)
+    return tensor, _unpermuted(numbers, config.head_dim) if is_turned else numbers

@@ -1,13 +1,12 @@
 """Models in GGUF files: the configuration that their metadata describe, and their tensors by the names of transformers.
 
-Owns what llama.cpp's architectures "llama", "qwen2" and "qwen3" are here. A metadata entry of the architecture, or a
-tensor, that is not known to be harmless is refused. Of "llama" files the rows of query and key are put in transformers'
-order again: they alternate between the halves of a head.
+Owns what the architectures of ``gguf_architectures.py`` have in common. A metadata entry of the architecture, or a
+tensor, that is not known to be harmless is refused. Rows of query and key that alternate between the halves of a head
+are put in transformers' order again.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -19,34 +18,30 @@ from torch import nn
 
 from pagedcore.config.schemes import scheme_of
 from pagedcore.execution.memory_pages import FileMappings
+from pagedcore.models.checkpoints.gguf_angles import ENTRIES, FACTORS, LONG, SHORT, factors_of, rope_of
+from pagedcore.models.checkpoints.gguf_architectures import ARCHITECTURES
 from pagedcore.models.checkpoints.gguf_blocks import BlockType
 from pagedcore.models.checkpoints.gguf_file import GGUFFile
+from pagedcore.models.checkpoints.gguf_metadata import Metadata
+from pagedcore.models.checkpoints.stored_experts import PARTS
 from pagedcore.models.linears.stored_weight import StoredWeight, refusal
 
-_ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
 _SIZES: Final = {
     "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads", "context_length": "max_position_embeddings",
 }
 _EPSILON: Final = "attention.layer_norm_rms_epsilon"
 _OTHERS: Final = frozenset({
-    "attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.dimension_count",
-    "rope.freq_base", "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.type", "tensor_data_layout",
+    _EPSILON, "attention.head_count_kv", "attention.key_length", "attention.value_length", "tensor_data_layout",
     "vocab_size",
 })
 """What is read besides, or says nothing that the rest does not."""
 _OFF: Final = frozenset({"attention.sliding_window", "expert_count", "expert_used_count"})
-"""What must be 0."""
+"""What must be 0 where an architecture does not know it."""
 _NAMES: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-_LAYER_NAMES: Final = {
-    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _IS_ROTATED: Final = re.compile(r"\.[qk]_proj\.")
-_FACTORS: Final = "rope_freqs.weight"
+_EXPERT: Final = re.compile(r"(mlp\.experts)\.(\d+)(\..+)")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _ENDS: Final = ("eos", "eot", "eom")
 _AT_ONCE: Final = 1 << 20
@@ -64,11 +59,10 @@ class GGUF:
     def __init__(self, path: str) -> None:
         self._file = GGUFFile(path)
         self.metadata: Mapping[str, Any] = self._file.metadata
-        self._architecture = self.metadata.get("general.architecture")
-        if self._architecture not in _ARCHITECTURES:
-            raise refusal(f"its architecture is {self._architecture!r}")
-        self._given = {name.removeprefix(f"{self._architecture}."): value for name, value in self.metadata.items()
-                       if name.startswith(f"{self._architecture}.")}
+        self._name = self.metadata.get("general.architecture")
+        if not isinstance(self._name, str) or self._name not in ARCHITECTURES:
+            raise refusal(f"its architecture is {str(self._name)[:80]!r}")
+        self._architecture, self._given = ARCHITECTURES[self._name], Metadata(self.metadata, self._name)
         self.fields = self._fields()
         """Of the configuration, by transformers' names."""
 
@@ -103,6 +97,8 @@ class GGUF:
             raise refusal(f"{self._name_of(name)} is of the type {kind.name}, and no matrix of a linear layer")
         order = self._order(name, shape[0])
         numbers = rows.view(kind.dtype).view(shape)
+        if self._architecture.norm_offset and name.endswith("norm.weight"):
+            return numbers.float() - self._architecture.norm_offset
         return numbers if order is None else numbers[order]
 
     def weight(self, files: Any, name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight | None:
@@ -160,8 +156,9 @@ class GGUF:
         Raises:
             ModelNotSupported: it has.
         """
-        if others := sorted(self._file.tensors.keys() - {self._name_of(name) for name in names} - {_FACTORS}):
-            raise refusal(f"{others[0][:80]} is no tensor of the architecture {self._architecture}")
+        known = {own for name in names for own in self._names_of(name)} | self._tensors_of_angles()
+        if others := sorted(self._file.tensors.keys() - known):
+            raise refusal(f"{others[0][:80]} is no tensor of the architecture {self._name}")
 
     def scale_angles(self, model: Any) -> None:
         """Divide the frequencies of a model's rotary embedding by the file's factors, if it has any."""
@@ -169,75 +166,84 @@ class GGUF:
             model.model.rotary_emb.inv_freq /= torch.tensor(factors)
 
     def _name_of(self, name: str) -> str:
-        """Return the file's name of a tensor."""
+        """Return the file's name of a tensor; all experts of a layer have one for each kind of matrix."""
         module, _, last = name.rpartition(".")
         if found := _LAYER.fullmatch(module):
-            return f"blk.{found[1]}.{_LAYER_NAMES.get(found[2], found[2])}.{last}"
+            inner = _EXPERT.sub(r"\1\3", found[2])
+            return f"blk.{found[1]}.{self._architecture.names.get(inner, inner)}.{last}"
         own = f"{_NAMES.get(module, module)}.{last}"
         return _EMBEDDING if own == _HEAD and _HEAD not in self._file.tensors else own
 
+    def _names_of(self, name: str) -> list[str]:
+        """Return the file's names of what a model has as one tensor."""
+        module, _, last = name.rpartition(".")
+        if last not in PARTS:
+            return [self._name_of(name)]
+        return [self._name_of(f"{module}.{part}.weight") for part in PARTS[last]]
+
+    def _tensors_of_angles(self) -> set[str]:
+        is_long = self.fields["rope_parameters"].get("rope_type") == "longrope"
+        has_factors = self.fields["rope_frequency_factors"] is not None
+        return {LONG, SHORT} if is_long else {FACTORS} if has_factors else set()
+
     def _rows(self, name: str, shape: tuple[int, ...]) -> tuple[BlockType, torch.Tensor]:
         """Return a tensor's type and bytes [rows, bytes of a row]."""
-        own = self._name_of(name)
+        own, expert = self._name_of(name), _EXPERT.search(name) if self._architecture.has_experts else None
         if (entry := self._file.tensors.get(own)) is None:
             raise refusal(f"{own} is missing in its file")
-        if entry.shape != shape:
-            raise refusal(f"{own} is of shape {list(entry.shape)}, needed is {list(shape)}")
-        return entry.kind, self._file.rows(own)
+        needed = shape if expert is None else (self.fields["num_experts"], *shape)
+        if entry.shape != needed:
+            raise refusal(f"{own} is of shape {list(entry.shape)}, needed is {list(needed)}")
+        rows = self._file.rows(own)
+        return entry.kind, rows if expert is None else rows[int(expert[2]) * shape[0] :][: shape[0]]
 
     def _order(self, name: str, num_outputs: int) -> torch.Tensor | None:
         """Return the rows of a tensor in transformers' order; ``None``: they are."""
-        if self._architecture != "llama" or not _IS_ROTATED.search(name):
+        if not self._architecture.turns_rows or not _IS_ROTATED.search(name):
             return None
         pairs = torch.arange(num_outputs).view(-1, self.fields["head_dim"] // 2, 2)
         return pairs.transpose(1, 2).flatten()
 
     def _fields(self) -> dict[str, Any]:
-        given = self._given
-        if unknown := sorted(given.keys() - _SIZES.keys() - _OTHERS - _OFF - {_EPSILON}):
-            raise refusal(f"{self._architecture}.{unknown[0][:80]} in its metadata is not known to be harmless")
-        if on := sorted(name for name in _OFF if given.get(name)):
-            raise refusal(f"its {on[0]} is {given[on[0]]!r}")
-        fields = {own: self._size(name) for name, own in _SIZES.items()}
-        heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
-        fields["num_key_value_heads"] = kv_heads = self._size("attention.head_count_kv", heads)
-        fields["head_dim"] = head = self._size("attention.key_length", hidden // heads)
-        for name in ("attention.value_length", "rope.dimension_count"):
-            if self._size(name, head) != head:
-                raise refusal(f"its {name} is {given[name]}, and its heads are of {head}")
+        given, architecture, tensors = self._given, self._architecture, self._file.tensors
+        known = _SIZES.keys() | _OTHERS | ENTRIES | architecture.metadata
+        if unknown := sorted(given.given.keys() - known - _OFF):
+            raise refusal(f"{self._name}.{unknown[0][:80]} in its metadata is not known to be harmless")
+        if on := sorted(name for name in _OFF - known if given.get(name)):
+            raise refusal(f"its {on[0]} is {given.get(on[0])!r}")
+        fields: dict[str, Any] = {own: given.size(name) for name, own in _SIZES.items()}
+        heads, hidden, count = (fields[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+        fields["num_key_value_heads"] = kv_heads = given.size("attention.head_count_kv", heads)
+        fields["head_dim"] = head = given.size("attention.key_length", hidden // heads)
+        if (length := given.size("attention.value_length", head)) != head:
+            raise refusal(f"its attention.value_length is {length}, and its heads are of {head}")
         if head % 2 or heads % kv_heads:
             raise refusal(f"its {heads} heads of {head} are in {kv_heads} groups")
         # Safety: a number of layers that the file does not have is found before anything of that size is made.
-        if fields["num_hidden_layers"] > len(self._file.tensors):
-            raise refusal(f"its block_count is {fields['num_hidden_layers']}, with {len(self._file.tensors)} tensors")
-        if (embedding := self._file.tensors.get(_EMBEDDING)) is None:
+        if count > len(tensors):
+            raise refusal(f"its block_count is {count}, with {len(tensors)} tensors")
+        if (embedding := tensors.get(_EMBEDDING)) is None:
             raise refusal(f"{_EMBEDDING} is missing in its file")
-        return {
-            "model_type": self._architecture, **fields, "vocab_size": embedding.shape[0], "hidden_act": "silu",
-            "rms_norm_eps": self._number(_EPSILON), "tie_word_embeddings": _HEAD not in self._file.tensors,
-            "rope_parameters": self._rope(), "rope_frequency_factors": self._factors(head),
-            **self._tokens(embedding.shape[0]),
-            **({} if self._architecture == "qwen2" else {"attention_bias": "blk.0.attn_q.bias" in self._file.tensors}),
+        turned = self._num_turned(head)
+        fields |= {
+            "model_type": architecture.model_type, "vocab_size": embedding.shape[0], "hidden_act": "silu",
+            "pad_token_id": None,
+            "rms_norm_eps": given.number(_EPSILON), "tie_word_embeddings": _HEAD not in tensors,
+            "rope_parameters": rope_of(given, self._file, turned, fields["max_position_embeddings"]),
+            "rope_frequency_factors": factors_of(self._file, FACTORS, turned), **self._tokens(embedding.shape[0]),
         }
+        if architecture.may_turn_parts:
+            fields["rope_parameters"]["partial_rotary_factor"] = turned / head
+        if architecture.has_bias_field:
+            fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
+        return {**fields, **architecture.fields(given, fields)}
 
-    def _rope(self) -> dict[str, Any]:
-        kind, base = self._given.get("rope.scaling.type", "none"), self._number("rope.freq_base", 10000.0)
-        if kind == "none":
-            return {"rope_type": "default", "rope_theta": base}
-        if kind != "linear":
-            raise refusal(f"its rope.scaling.type is {kind!r}")
-        return {"rope_type": "linear", "rope_theta": base, "factor": self._number("rope.scaling.factor")}
-
-    def _factors(self, head: int) -> list[float] | None:
-        """Return what frequencies are divided by, which files of Llama 3 have in the place of its parameters."""
-        if (entry := self._file.tensors.get(_FACTORS)) is None:
-            return None
-        if entry.shape != (head // 2,) or entry.kind.dtype != torch.float32:
-            raise refusal(f"{_FACTORS} is {entry.kind.name} of shape {list(entry.shape)}, needed is f32 [{head // 2}]")
-        factors = self._file.rows(_FACTORS).view(torch.float32)[0]
-        if not (factors.isfinite() & (factors > 0)).all():
-            raise refusal(f"{_FACTORS} has values that are not finite and above 0")
-        return [float(factor) for factor in factors]
+    def _num_turned(self, head: int) -> int:
+        """Return how many numbers of a head angles turn."""
+        count = self._given.size("rope.dimension_count", head)
+        if count != head and (count % 2 or count > head or not self._architecture.may_turn_parts):
+            raise refusal(f"its rope.dimension_count is {count}, and its heads are of {head}")
+        return count
 
     def _tokens(self, vocab_size: int) -> dict[str, Any]:
         ids = {name: self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", *_ENDS)}
@@ -247,16 +253,3 @@ class GGUF:
                 raise refusal(f"its {name}_token_id is {str(value)[:80]}, with a vocabulary of {vocab_size}")
         return {"bos_token_id": known.get("bos"),
                 "eos_token_id": sorted({known[name] for name in _ENDS if name in known}) or None}
-
-    def _size(self, name: str, default: int | None = None) -> int:
-        value = self._given.get(name, default)
-        if type(value) is not int or not 0 < value < 2**31:
-            raise refusal(f"its {name} is {str(value)[:80]}, needed is a size")
-        return value
-
-    def _number(self, name: str, default: float | None = None) -> float:
-        value = self._given.get(name, default)
-        if type(value) not in (int, float) or not 0 < float(value or 0) < math.inf:
-            raise refusal(f"its {name} is {str(value)[:80]}, needed is a number above 0")
-        # Why: in float32 this is the number that a configuration writes, as 1e-06.
-        return float(str(torch.tensor(value, dtype=torch.float32).numpy()))

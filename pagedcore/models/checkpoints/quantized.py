@@ -233,9 +233,9 @@ def replace_weights(model: nn.Module, files: TensorFiles | GGUF, stored: StoredF
     if isinstance(stored, Mxfp4) and isinstance(files, TensorFiles):
         num_replaced = stored.replace_experts(model, files, dtype)
     else:
-        num_replaced = 0 if isinstance(files, GGUF) else replace_experts(model, files, weight_of)
+        num_replaced = replace_experts(model, files, weight_of)
     for name, module in model.named_modules():
-        if isinstance(stored, GGUF) and type(module) is nn.Embedding:
+        if isinstance(stored, GGUF) and isinstance(module, nn.Embedding):
             stored.replace_embedding(name, module, dtype)
         if type(module) is not nn.Linear:
             continue

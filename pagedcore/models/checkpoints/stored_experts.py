@@ -8,7 +8,7 @@ for all experts of a layer or for none; the two parameters of a layer may differ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import nn
@@ -22,8 +22,18 @@ PARTS: Final[Mapping[str, tuple[str, ...]]] = {"gate_up_proj": ("gate_proj", "up
 """What files hold of each of the two parameters."""
 
 
+class NamedTensors(Protocol):
+    """What files hold, by transformers' names of tensors."""
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether there is such a tensor."""
+
+    def expect(self, name: str, shape: tuple[int, ...], *formats: str) -> torch.Tensor:
+        """Return a tensor of this shape and of one of these formats."""
+
+
 def replace_experts(
-    model: nn.Module, files: TensorFiles, weight_of: Callable[[str, Shape], StoredWeight | None]
+    model: nn.Module, files: NamedTensors, weight_of: Callable[[str, Shape], StoredWeight | None]
 ) -> int:
     """Put what the files hold of each expert in the place of the parameters of all; return how many were quantised.
 
@@ -115,5 +125,5 @@ def _stored(
     return parts[0] if len(parts) == 1 else joined(parts)
 
 
-def _numbers(name: str, shapes: dict[str, Shape], files: TensorFiles) -> torch.Tensor:
+def _numbers(name: str, shapes: dict[str, Shape], files: NamedTensors) -> torch.Tensor:
     return torch.cat([files.expect(f"{name}.{part}.weight", shape, *FLOATS) for part, shape in shapes.items()])

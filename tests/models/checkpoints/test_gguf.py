@@ -201,12 +201,12 @@ def test_another_scheme_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("metadata", "message"), [
-    ({"general.architecture": "gemma3"}, "its architecture is 'gemma3'"),
-    ({"general.architecture": None}, "its architecture is None"),
+    ({"general.architecture": "gemma4"}, "its architecture is 'gemma4'"),
+    ({"general.architecture": None}, "its architecture is 'None'"),
     ({"llama.attention.logit_scale": 2.0}, r"llama\.attention\.logit_scale in its metadata is not known"),
     ({"llama.expert_count": 8}, "its expert_count is 8"),
     ({"llama.attention.sliding_window": 4096}, "sliding_window is 4096"),
-    ({"llama.rope.scaling.type": "yarn"}, "its rope.scaling.type is 'yarn'"),
+    ({"llama.rope.scaling.type": "su"}, "its rope.scaling.type is 'su'"),
     ({"llama.rope.dimension_count": 32}, "rope.dimension_count is 32, and its heads are of 64"),
     ({"llama.attention.head_count": 0}, "attention.head_count is 0, needed is a size"),
     ({"llama.attention.head_count": "4"}, "attention.head_count is 4, needed is a size"),

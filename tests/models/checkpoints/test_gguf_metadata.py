@@ -31,6 +31,9 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
     "bytes": {"model": "gpt2", "pre": "qwen2", "tokens": [*map(chr, range(33, 127)), "ab", "<end>", "<turn>"],
               "merges": ["a b"], "token_type": [*[1] * 95, 3, 3], "eos_token_id": 95, "eot_token_id": 96},
 }
+#: Families with the kind of tokenizer that their files have here.
+FAMILIES = {"llama": "pieces", "qwen2": "bytes", "qwen3": "bytes", "gemma3_text": "pieces", "qwen3_moe": "bytes",
+            "phi3": "pieces", "granite": "bytes", "glm4": "bytes"}
 #: What an entry becomes.
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 3, 7, 255, 2**31, 2**63 - 1, 2**64 - 1, 0.5, -0.0, 1e-45, 1e300, float("nan"),
@@ -48,7 +51,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, An
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("support.gguf_files.write_gguf", lambda path, *written: found.append(written))
-        for family, own in zip(("llama", "qwen2", "qwen3"), ("pieces", "bytes", "bytes"), strict=True):
+        for family, own in FAMILIES.items():
             metadata = {f"tokenizer.ggml.{name}": value for name, value in TOKENIZERS[own].items()}
             write_model(tmp_path_factory.mktemp("gguf"), family, num_hidden_layers=1, vocab_size=300,
                         metadata={**metadata, "tokenizer.chat_template": TEMPLATE})

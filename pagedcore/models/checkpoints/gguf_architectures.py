@@ -1,0 +1,147 @@
+"""What llama.cpp's architectures are of transformers': classes, names of tensors, and what metadata become, as data.
+
+Owns the one table of them. What all have in common, and how a file is read, is ``gguf.py``'s matter; angles are
+``gguf_angles.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from pagedcore.models.checkpoints.gguf_metadata import Metadata
+
+_EVERYWHERE: Final = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}
+_FUSED: Final = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+_LOCAL_BASE: Final = 10000.0
+_PATTERN: Final = 6
+_LAYERS_OF_27B: Final = 62
+"""Of Gemma 3; the file of that model does not say that it divides scores by another root, and llama.cpp counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """One of them."""
+
+    model_type: str
+    """Of transformers."""
+    names: Mapping[str, str] = field(default_factory=lambda: _EVERYWHERE)
+    """Of a layer's modules, by transformers' names."""
+    metadata: frozenset[str] = frozenset()
+    """Entries besides those of all architectures."""
+    fields: Callable[[Metadata, dict[str, Any]], dict[str, Any]] = lambda given, fields: {}
+    """``(metadata, fields of all) -> more fields, or others``."""
+    turns_rows: bool = False
+    """Whether rows of query and key alternate between the halves of a head."""
+    norm_offset: float = 0.0
+    """What the file's weights of norms are more than transformers'."""
+    has_bias_field: bool = True
+    """Whether the configuration says that queries, keys and values have biases."""
+    may_turn_parts: bool = False
+    """Whether angles may turn a part of a head only."""
+    has_experts: bool = False
+
+
+def _qwen3moe(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
+    count, used = given.size("expert_count"), given.size("expert_used_count")
+    inner = fields["intermediate_size"]
+    return {
+        "num_experts": count, "num_experts_per_tok": given.at_most("expert_used_count", used, count),
+        "moe_intermediate_size": given.size("expert_feed_forward_length", max(1, inner // used)),
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }
+
+
+def _gemma3(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
+    count, heads = fields["num_hidden_layers"], fields["num_attention_heads"]
+    window = given.size_or_none("attention.sliding_window")
+    pattern = given.size("attention.sliding_window_pattern", _PATTERN)
+    is_local = [window is not None and (number + 1) % pattern > 0 for number in range(count)]
+    is_27b = count == _LAYERS_OF_27B
+    local = {"rope_type": "default", "rope_theta": given.number("rope.freq_base_swa", _LOCAL_BASE)}
+    cap = given.get("final_logit_softcapping")
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        # Why also without windows: transformers computes the mask of both types of layers.
+        "sliding_window": fields["max_position_embeddings"] if window is None else window,
+        "layer_types": ["sliding_attention" if one else "full_attention" for one in is_local],
+        "query_pre_attn_scalar": fields["hidden_size"] // heads if is_27b else fields["head_dim"],
+        "final_logit_softcapping": given.number("final_logit_softcapping") if cap else None,
+        "rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": local},
+        "rope_frequency_factors": None,
+    }
+
+
+def _phi3(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
+    original = given.size("rope.scaling.original_context_length", fields["max_position_embeddings"])
+    return {"sliding_window": given.size_or_none("attention.sliding_window"),
+            "original_max_position_embeddings": original}
+
+
+def _granite(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
+    given.require("rope.scaling.finetuned", True)
+    return {
+        "attention_multiplier": given.number("attention.scale", fields["head_dim"] ** -0.5),
+        "embedding_multiplier": given.number("embedding_scale", 1.0),
+        "residual_multiplier": given.number("residual_scale", 1.0), "logits_scaling": given.number("logit_scale", 1.0),
+    }
+
+
+def _mistral3(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
+    """Without a temperature that grows with the position it is Mistral, whose class has no other difference."""
+    beta = given.get("attention.temperature_scale")
+    if not beta:
+        return {"model_type": "mistral", "sliding_window": None}
+    rope = fields["rope_parameters"]
+    if rope["rope_type"] != "yarn":
+        given.refuse("attention.temperature_scale", "none without YaRN")
+    return {"sliding_window": None,
+            "rope_parameters": {**rope, "llama_4_scaling_beta": given.number("attention.temperature_scale")}}
+
+
+ARCHITECTURES: Final[Mapping[str, Architecture]] = {
+    "llama": Architecture(model_type="llama", turns_rows=True),
+    "qwen2": Architecture(model_type="qwen2", has_bias_field=False),
+    "qwen3": Architecture(model_type="qwen3"),
+    "qwen3moe": Architecture(
+        model_type="qwen3_moe", names={
+            **_EVERYWHERE, "mlp.gate": "ffn_gate_inp", "mlp.experts.gate_proj": "ffn_gate_exps",
+            "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.down_proj": "ffn_down_exps",
+        }, fields=_qwen3moe, has_experts=True,
+        metadata=frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
+    ),
+    "gemma3": Architecture(
+        model_type="gemma3_text", names={
+            **_EVERYWHERE, "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+            "post_feedforward_layernorm": "post_ffw_norm",
+        }, fields=_gemma3, norm_offset=1.0, has_bias_field=False,
+        metadata=frozenset({"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa",
+                            "final_logit_softcapping"}),
+    ),
+    "phi3": Architecture(
+        model_type="phi3", names={**_EVERYWHERE, **_FUSED}, fields=_phi3, has_bias_field=False, may_turn_parts=True,
+        metadata=frozenset({"attention.sliding_window", "rope.scaling.attn_factor",
+                            "rope.scaling.original_context_length"}),
+    ),
+    "granite": Architecture(
+        model_type="granite", fields=_granite, turns_rows=True,
+        metadata=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
+    ),
+    "mistral3": Architecture(
+        model_type="ministral3", fields=_mistral3, turns_rows=True, has_bias_field=False,
+        metadata=frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"}),
+    ),
+    "glm4": Architecture(
+        model_type="glm4", names={
+            **_EVERYWHERE, **_FUSED, "post_self_attn_layernorm": "post_attention_norm",
+            "post_mlp_layernorm": "post_ffw_norm",
+        }, may_turn_parts=True,
+    ),
+}
+"""By llama.cpp's name."""

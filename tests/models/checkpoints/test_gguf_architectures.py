@@ -1,0 +1,108 @@
+"""Every architecture of GGUF files that is known against transformers' class with the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pagedcore.errors import ModelNotSupported
+from pagedcore.models.checkpoints.gguf import GGUF
+from pagedcore.models.checkpoints.quantized import load_stored, stored_format
+from pagedcore_kernels.cpu.matmul.packed_grouped import form_of_grouped_product
+from support.gguf_files import MIXED, Tensor, floats, write_model
+from support.scores import scores_of, scores_of_transformers
+
+pytestmark = pytest.mark.skipif(form_of_grouped_product(torch.float32) is None, reason="no such vectors")
+SMALL: dict[str, Any] = {"num_hidden_layers": 2}
+SHORT_CONTEXT: dict[str, Any] = {"max_position_embeddings": 64}
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+#: Angles of Gemma 3: those of layers with a window have a base of their own and are not scaled.
+GEMMA: dict[str, Any] = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+FACTORS = {"short_factor": [1.0 + number / 50 for number in range(24)], "long_factor": [2.0] * 24}
+#: Angles of Phi-4-mini, of three quarters of a head.
+LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **FACTORS,
+                        "original_max_position_embeddings": 64, "attention_factor": 1.3}
+LONG_TENSORS = {f"rope_factors_{name}.weight": floats("f32", np.array(FACTORS[f"{name}_factor"]))
+                for name in ("long", "short")}
+MINISTRAL: dict[str, Any] = {**YARN, "beta_fast": 0.5, "beta_slow": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
+                             "llama_4_scaling_beta": 0.3}
+
+
+@pytest.mark.parametrize(("family", "kinds", "more", "changes"), [
+    ("gemma3_text", ("q4_k", "iq4_xs"), {"metadata": {"gemma3.attention.sliding_window_pattern": 2}}, {
+        "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8,
+        "rope_parameters": GEMMA}),
+    ("qwen3_moe", ("q4_k", "q3_k", "q6_k"), {}, {}),
+    ("qwen3_moe", ("f16",), {}, {"tie_word_embeddings": True}),
+    ("phi3", ("q8_0", "q4_0"), {"more_tensors": LONG_TENSORS}, {
+        "sliding_window": 8, "max_position_embeddings": 256, "original_max_position_embeddings": 64,
+        "rope_parameters": LONG}),
+    ("granite", ("q2_k",), {}, {"tie_word_embeddings": True}),
+    ("ministral3", ("q8_0",), {}, {"rope_parameters": MINISTRAL, **SHORT_CONTEXT}),
+    ("glm4", ("q5_0", "mxfp4"), {}, {"attention_bias": True}),
+    ("qwen3", ("q4_k",), {}, {"rope_parameters": YARN, **SHORT_CONTEXT}),
+])  # fmt: skip
+def test_a_model_computes_its_numbers(
+    family: str, kinds: tuple[str, ...], more: dict[str, Any], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Log-probabilities are those of transformers with the format's numbers, to float32's rounding, by the fused
+    decoder where it knows the architecture."""
+    model = write_model(tmp_path / "model.gguf", family, kinds, **more, **SMALL, **changes)
+    actual = scores_of(tmp_path, must_fuse=family not in ("ministral3", "glm4"))
+    assert np.abs(actual - scores_of_transformers(model)).max() < 1e-4
+
+
+def fields_of(path: Path, family: str, **changes: Any) -> dict[str, Any]:
+    """What the configuration says of a file of numbers."""
+    write_model(path, family, ("f16",), hidden_size=32, head_dim=16, intermediate_size=32, **changes)
+    return GGUF(str(path)).config().to_dict()
+
+
+def test_what_files_of_gemma_do_not_say(tmp_path: Path) -> None:
+    """Every sixth layer sees all, whose angles alone are scaled; of 62 layers scores are divided by another root; and a
+    file without a window has none."""
+    metadata = {"gemma3.rope.freq_base_swa": None}
+    fields = fields_of(tmp_path / "a.gguf", "gemma3_text", num_hidden_layers=62, metadata=metadata)
+    assert [kind == "full_attention" for kind in fields["layer_types"]] == [n % 6 == 5 for n in range(62)]
+    assert (fields["query_pre_attn_scalar"], fields["sliding_window"]) == (8, 8)
+    assert fields["rope_parameters"]["sliding_attention"]["rope_theta"] == 10000.0
+    fields = fields_of(tmp_path / "b.gguf", "gemma3_text", **SMALL, metadata={"gemma3.attention.sliding_window": 0})
+    assert fields["layer_types"] == ["full_attention"] * 2
+    assert fields["query_pre_attn_scalar"] == 16
+
+
+def test_mistral_without_a_temperature_is_mistral(tmp_path: Path) -> None:
+    """Files of models before Ministral 3 have the same name of an architecture."""
+    metadata = {"mistral3.attention.temperature_scale": None}
+    fields = fields_of(tmp_path / "a.gguf", "ministral3", metadata=metadata, rope_parameters=MINISTRAL, **SMALL)
+    assert (fields["model_type"], fields["sliding_window"]) == ("mistral", None)
+    assert fields["rope_parameters"]["beta_fast"] == 0.5
+
+
+@pytest.mark.parametrize(("family", "metadata", "tensors", "message"), [
+    ("granite", {"granite.rope.scaling.finetuned": False}, {}, "finetuned is False, needed is True"),
+    ("granite", {"granite.attention.scale": -1.0}, {}, "attention.scale is -1.0, needed is a number above 0"),
+    ("qwen3_moe", {"qwen3moe.expert_used_count": 5}, {}, "expert_used_count is 5, needed is at most 4"),
+    ("qwen3_moe", {"qwen3moe.expert_count": 2**31 - 1}, {}, r"ffn_gate_exps.weight is of shape \[4, "),
+    ("qwen3_moe", {"qwen3moe.expert_count": None}, {}, "expert_count is None, needed is a size"),
+    ("gemma3_text", {}, {"rope_freqs.weight": floats("f32", np.ones(32))}, "rope_freqs.weight is no tensor"),
+    ("gemma3_text", {"gemma3.attention.sliding_window_pattern": [1, 0]}, {}, r"pattern is \[1, 0\], needed is a size"),
+    ("phi3", {"phi3.rope.dimension_count": 63}, {}, "rope.dimension_count is 63, and its heads are of 64"),
+    ("phi3", {"phi3.rope.scaling.type": "longrope"}, {}, "needed are rope_factors_long.weight and rope_factors_short"),
+    ("ministral3", {"mistral3.rope.scaling.type": "none"}, {}, "temperature_scale is 0.3.*, needed is none without"),
+    ("qwen3", {"qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.factor": 4.0}, {}, "context_length is None"),
+    ("qwen3", {"qwen3.attention.sliding_window": 8}, {}, "its attention.sliding_window is 8"),
+])  # fmt: skip
+def test_what_is_not_understood_is_refused(
+    family: str, metadata: dict[str, Any], tensors: dict[str, Tensor], message: str, tmp_path: Path
+) -> None:
+    """It is named before a tensor is read."""
+    path, changes = str(tmp_path / "model.gguf"), {"rope_parameters": MINISTRAL} if family == "ministral3" else {}
+    write_model(tmp_path / "model.gguf", family, MIXED, metadata, tensors, **SMALL, **changes)
+    with pytest.raises(ModelNotSupported, match=message):
+        load_stored(path, stored_format(path), torch.float32, trust_remote_code=False)  # type: ignore[arg-type]
