@@ -13,9 +13,9 @@ NAMES_OF_OTHERS = {
     *(("pagedcore.models.checkpoints.gguf_architectures", name)
       for name in ("gemma3_text", "granite", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")),
     ("pagedcore.tokenizer.gguf_tokenizer", "llama"), ("pagedcore.tokenizer.gguf_tokenizer", "qwen2"),
-    ("pagedcore.plugins.builtin", "mistral"),
+    ("pagedcore.plugins.builtin", "mistral"), ("pagedcore.plugins.builtin", "granite"),
 }
-"""Words of GGUF files, which llama.cpp chose, and the name of a format of tool calls."""
+"""Words of GGUF files, which llama.cpp chose, and the names of formats of tool calls."""
 
 
 def literals(names: set[str], *homes: str) -> set[tuple[str, str]]:
