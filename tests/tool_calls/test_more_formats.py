@@ -109,8 +109,8 @@ def format_of(template: str) -> Any:
 def test_evidence_is_what_the_template_writes() -> None:
     """A tag in its source that it writes around other calls misleads nobody; a template that writes no call is known by
     what it tells the model."""
-    misleading = TEMPLATES["glm"].replace("{%- for tool", "{#- <tool_call>{\"name\": \"x\"} #}{%- for tool", 1)
-    assert format_of(misleading) == "GlmFormat"
+    misleading = TEMPLATES["qwen3_coder"].replace("{%- for tool", "{#- <tool_call>{\"name\": \"x\"} #}{%- for tool", 1)
+    assert format_of(misleading) == "Qwen3CoderFormat"
     told = ("{%- for tool in tools or [] %}{{- 'Write <tool_call>\\n{\"name\": <name>, \"arguments\": <json>}"
             "\\n</tool_call> ' + tool | tojson }}{%- endfor %}" + TEMPLATES["none"])
     assert format_of(told) == "HermesFormat"
