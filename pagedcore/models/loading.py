@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -141,6 +142,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
 
 def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device: Device) -> Any:
     """Return a model with its weights, in a number format that the device computes in."""
+    from pagedcore.models.checkpoints.fp8 import FP8
     from pagedcore.models.checkpoints.ownership import require_free
     from pagedcore.models.checkpoints.pretrained import computing_dtype, load_pretrained, resolve_dtype, widen_halves
     from pagedcore.models.checkpoints.quantized import load_stored
@@ -150,6 +152,9 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
     dtype, trust = device.default_dtype if config.dtype == "auto" else config.dtype, config.trust_remote_code
     if stored is not None:
         number_format, is_quick = computing_dtype(dtype, device.kind), device.kind == "cpu"
+        if isinstance(stored, FP8):
+            # Why: what other factories do not take stays a tensor.
+            stored = replace(stored, is_late=is_quick and config.linear_backend == "auto")
         return load_stored(model, stored, number_format, trust_remote_code=trust, is_quick=is_quick)
     if isinstance(model, str | os.PathLike):
         model = load_pretrained(

@@ -33,7 +33,7 @@ from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.models.linears.int8_embedding import quantize_embedding
 from pagedcore.models.linears.packed_linear import FASTEST, probe_invariance
 from pagedcore.models.linears.schemes import QUANTIZERS
-from pagedcore.models.linears.stored_weight import JoinedMatmul, StoredLinears
+from pagedcore.models.linears.stored_weight import JoinedMatmul, StoredLinears, has_unpacked
 from pagedcore.models.self_test import INT8_KV_TOLERANCE, QUANTIZED_TOLERANCE, SelfTest
 from pagedcore.protocols import (
     AttentionBackend,
@@ -122,14 +122,15 @@ class TransformersModel:
         self.fingerprint = model_fingerprint(model, quantization)
         self._scheme = quantization if linears is QUANTIZERS.get(quantization) else ""
         """What weights are quantised by; "" for weights that were when they were loaded, or are not."""
-        if self._scheme:
+        is_decoded_late = not self._is_quantized and has_unpacked(model)
+        if self._scheme or is_decoded_late:
             linears = StoredLinears(linears)
         factory = decoder_factory or (partial(best_decoder, linears=linears) if device.kind == "cpu" else PlainDecoder)
         with torch.inference_mode():
             # Why: to compare logits with those of the weights in files takes a second for each gigabyte, and products
             # were compared with their weights one by one. Quantised ones do not compute what those weights would.
             is_known = isinstance(model, ForCausalLM) and linears is FASTEST and decoder_factory is None
-            compares_products = self._is_quantized or (is_known and device.kind == "cpu")
+            compares_products = self._is_quantized or is_decoded_late or (is_known and device.kind == "cpu")
             self._take_over(device.take(model.eval()), factory, is_private, runs_self_test, compares_products)
 
     @property

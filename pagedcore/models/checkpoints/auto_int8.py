@@ -22,7 +22,13 @@ from pagedcore.models.linears.int8_embedding import quantize_embedding
 from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.packed_linear import matrix_of
 from pagedcore.models.linears.schemes import QUANTIZERS, quantize_per_output
-from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredMatrices, StoredWeight
+from pagedcore.models.linears.stored_weight import (
+    QuantizedWeight,
+    StoredMatrices,
+    StoredWeight,
+    numbers_of,
+    tensors_of,
+)
 
 _OF_BOTH: Final = scheme_of(8, quantizes_rows=True)
 _OF_WEIGHTS: Final = scheme_of(8)
@@ -60,7 +66,7 @@ def apply(model: Any) -> None:
     if head in chosen:
         quantize_embedding(model, QUANTIZERS[chosen[head]], chosen[head])
     for name, module in list(model.named_modules()):
-        if name in chosen and isinstance(module.weight, nn.Parameter):
+        if name in chosen and (isinstance(module.weight, nn.Parameter) or module.weight.decode is not None):
             _replace_linear(model, name, chosen[name])
         for kind, matrices in zip(PARTS, matrices_of_experts(module), strict=False):
             if scheme := chosen.get(f"{name}.0.{PARTS[kind][0]}"):
@@ -105,10 +111,10 @@ def _scheme_of(product: Product, read: Read) -> str:
     return _OF_BOTH if takes_rows else _OF_WEIGHTS
 
 
-def _stored(weight: torch.Tensor, scheme: str) -> StoredWeight:
+def _stored(weight: Any, scheme: str) -> StoredWeight:
     shape = weight.shape[0], weight.shape[1]
-    return StoredWeight(scheme, shape, weight.dtype, 1, [weight],
-                        lambda: QuantizedWeight(*quantize_per_output(weight), None))
+    return StoredWeight(scheme, shape, weight.dtype, 1, tensors_of(weight),
+                        lambda: QuantizedWeight(*quantize_per_output(numbers_of(weight)), None))
 
 
 def _errors(weight: torch.Tensor, rows: torch.Tensor) -> tuple[float, float]:

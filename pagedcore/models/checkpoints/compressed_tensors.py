@@ -1,4 +1,5 @@
-"""Checkpoints in the format compressed-tensors: W8A8 ("int-quantized"), W4A16 and W8A16 ("pack-quantized").
+"""Checkpoints in the format compressed-tensors: W8A8 ("int-quantized"), W4A16 and W8A16 ("pack-quantized"), and FP8
+("float-quantized"), whose tensors ``fp8.py`` reads.
 
 Owns what their configuration may say and what their tensors are. Of a layer [out, in]:
 
@@ -11,13 +12,15 @@ Owns what their configuration may say and what their tensors are. Of a layer [ou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
 from pagedcore.config.schemes import AUTO_INT8, SCHEMES, scheme_of
+from pagedcore.models.checkpoints.fp8 import FP8
+from pagedcore.models.checkpoints.fp8 import of_compressed_tensors as fp8_of
 from pagedcore.models.checkpoints.input_order import order_of
 from pagedcore.models.checkpoints.packed_integers import num_words, unpack
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
@@ -44,7 +47,7 @@ class CompressedTensors:
     """What sizes layers may have; ``None``: a scale for each output."""
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> CompressedTensors:
+    def of(cls, config: Mapping[str, Any]) -> CompressedTensors | FP8:
         """Read a ``quantization_config``.
 
         Raises:
@@ -59,6 +62,8 @@ class CompressedTensors:
         schemes = list(groups.values()) if isinstance(groups, Mapping) else []
         if not schemes or not all(isinstance(scheme, Mapping) for scheme in schemes):
             raise refusal("its config_groups are no schemes by name")
+        if any(_is_float(scheme) for scheme in schemes):
+            return _fp8(schemes, config.get("format"))
         read = [_scheme(scheme, config.get("format")) for scheme in schemes]
         if set(read) == _MIXED:
             return replace(read[0], scheme=AUTO_INT8)
@@ -138,6 +143,27 @@ def _scheme(scheme: Mapping[str, Any], default_format: Any) -> CompressedTensors
     if rows and is_int8 and layout == _INT_QUANTIZED and _arguments(rows, "input_activations") == _ROWS:
         return CompressedTensors(_INT8, bits, is_symmetric, frozenset({size}))
     raise refusal(f"its format is {layout!r} with weights {weights} and input_activations {rows}")
+
+
+def _is_float(scheme: Mapping[str, Any]) -> bool:
+    weights = scheme.get("weights")
+    return isinstance(weights, Mapping) and weights.get("type") == "float"
+
+
+def _fp8(schemes: Sequence[Mapping[str, Any]], default_format: Any) -> FP8:
+    """Read schemes one of which has floating numbers: they must all be one FP8, whatever activations are rounded to."""
+    read = set()
+    for scheme in schemes:
+        if (layout := scheme.get("format") or default_format) != "float-quantized":
+            raise refusal(f"its format is {layout!r} with weights {scheme.get('weights')}")
+        if scheme.get("output_activations"):
+            raise refusal("its layers have output_activations")
+        if not _is_float(scheme):
+            raise refusal(f"its weights are {scheme.get('weights')}")
+        read.add(fp8_of(_arguments(scheme["weights"], "weights")))
+    if len(read) > 1:
+        raise refusal(f"its layers follow {len(schemes)} schemes in config_groups, which differ")
+    return read.pop()
 
 
 def _arguments(given: Any, what: str) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from pagedcore.models.families.table import FAMILIES, Family
 from pagedcore.models.linears.packed_experts import apply_gate, matrices_of_experts
 from pagedcore.models.linears.packed_linear import matrix_of
 from pagedcore.models.linears.shared_matrices import read_by_others
+from pagedcore.models.linears.stored_weight import numbers_of
 
 NUM_ROWS: Final = 32
 AT_ONCE: Final = 2**22
@@ -53,9 +54,9 @@ def weights_of(model: Any) -> Read:
         if last.isdigit():
             experts, _, kind = parent.rpartition(".")
             matrices = matrices_of_experts(model.get_submodule(experts))
-            return matrices[list(PARTS).index(kind)][int(last)].detach()
+            return numbers_of(matrices[list(PARTS).index(kind)][int(last)]).detach()
         matrix = matrix_of(model.get_submodule(parent)) if last == "weight" else None
-        weight: torch.Tensor = model.get_parameter(name) if matrix is None else matrix
+        weight = numbers_of(model.get_parameter(name) if matrix is None else matrix)
         return weight.detach()
 
     return read

@@ -22,6 +22,7 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models.checkpoints.awq import AWQ
 from pagedcore.models.checkpoints.bitsandbytes import BitsAndBytes
 from pagedcore.models.checkpoints.compressed_tensors import CompressedTensors
+from pagedcore.models.checkpoints.fp8 import FP8, FP8Files
 from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.gptq import GPTQ
 from pagedcore.models.checkpoints.model_path import is_gguf
@@ -61,7 +62,7 @@ class StoredFormat(Protocol):
 
 _FORMATS: Final[Mapping[str, Callable[[Mapping[str, Any]], StoredFormat]]] = {
     "compressed-tensors": CompressedTensors.of, "gptq": GPTQ.of, "awq": AWQ.of,
-    "bitsandbytes": BitsAndBytes.of, "mxfp4": Mxfp4.of,
+    "bitsandbytes": BitsAndBytes.of, "mxfp4": Mxfp4.of, "fp8": FP8.of,
 }
 
 
@@ -140,7 +141,7 @@ def load_stored(
         tell_adapter(Path(source))
     model = _tree_of(source, stored, dtype, trust_remote_code, is_quick)
     with as_refusals(source):
-        files = _open_files(source, stored, model)
+        files = _open_files(source, stored, model, dtype)
         replace_weights(model, files, stored, dtype)
         _map_tensors(model, files)
         if isinstance(stored, GGUF):
@@ -199,19 +200,26 @@ def _tree_of(source: str, stored: StoredFormat, dtype: torch.dtype, trust_remote
     return model
 
 
-def _open_files(source: str, stored: StoredFormat, model: nn.Module) -> TensorFiles | GGUF:
+def _open_files(source: str, stored: StoredFormat, model: nn.Module, dtype: torch.dtype) -> TensorFiles | GGUF:
+    if isinstance(stored, GGUF):
+        return stored
     is_renamed = not any("block_sparse_moe" in name for name, _ in model.named_modules())
-    return stored if isinstance(stored, GGUF) else TensorFiles(Path(source), module_name if is_renamed else str)
+    rename = module_name if is_renamed else str
+    if isinstance(stored, FP8):
+        return FP8Files(Path(source), rename, stored, dtype)
+    return TensorFiles(Path(source), rename)
 
 
-def files_of(source: str, stored: StoredFormat, model: nn.Module) -> TensorFiles | GGUF | None:
+def files_of(
+    source: str, stored: StoredFormat, model: nn.Module, dtype: torch.dtype
+) -> TensorFiles | GGUF | None:
     """Return the files of a model that are on this machine, for ``replace_weights``; ``None``: there are none.
 
     Raises:
         ModelNotSupported: they are damaged.
     """
     is_here = isinstance(stored, GGUF) or any(Path(source).glob("*.safetensors"))
-    return _open_files(source, stored, model) if is_here else None
+    return _open_files(source, stored, model, dtype) if is_here else None
 
 
 def replace_weights(model: nn.Module, files: TensorFiles | GGUF, stored: StoredFormat, dtype: torch.dtype) -> None:
@@ -240,7 +248,8 @@ def replace_weights(model: nn.Module, files: TensorFiles | GGUF, stored: StoredF
         if type(module) is not nn.Linear:
             continue
         weight = weight_of(name, (module.out_features, module.in_features), module.bias is not None)
-        if weight is not None:
+        # Why: what is read by others is decoded at once, where it is numbers.
+        if weight is not None and not (module in kept and weight.decode is not None):
             if module in kept:
                 raise refusal(f"{name} is quantised, and its architecture reads that weight by itself")
             del module.weight
@@ -252,6 +261,8 @@ def replace_weights(model: nn.Module, files: TensorFiles | GGUF, stored: StoredF
 
 def _require_product(weight: StoredWeight, name: str) -> None:
     """Refuse a weight that no product here takes: these read groups of a multiple of 8 inputs."""
+    if weight.decode is not None:
+        return
     num_inputs, num_groups = weight.shape[1], weight.num_groups
     is_even = num_groups == 1 or num_inputs % (8 * num_groups) == 0
     fits = form_of_int8_product(num_inputs) is not None if SCHEMES[weight.scheme].quantizes_rows else is_even

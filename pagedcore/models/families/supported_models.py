@@ -31,7 +31,7 @@ _STATE: Final = (
 _SELECTION: Final = "its attention reads a selection of positions that it computes outside of the attention function"
 _QUANTIZED: Final = (
     "its weights are quantized in a format of another library; load unquantized weights, or name the directory of a "
-    "checkpoint of compressed-tensors, GPTQ or AWQ"
+    "checkpoint of compressed-tensors, FP8, GPTQ or AWQ"
 )
 _HEAD: Final = (
     "causal language model that computes the logits of chosen tokens only (logits_to_keep); load the model with its "

@@ -26,10 +26,10 @@ def refusal(found: str) -> ModelNotSupported:
     """Make the error for files that cannot be loaded here, of what was found in them."""
     return ModelNotSupported(
         f"model: its files cannot be loaded here: {found[:400]}. Supported are, beside floating numbers, "
-        "compressed-tensors (W8A8 with dynamic activations, W4A16 and W8A16 packed), GPTQ with 4 or 8 bits, AWQ with "
-        "4 bits, bitsandbytes with 8 bits, nf4 or fp4, MXFP4 of experts as gpt-oss has it, and GGUF of the "
-        "architectures gemma3, glm4, granite, llama, mistral3, phi3, qwen2, qwen3 and qwen3moe with q4_0, q4_1, q5_0, "
-        "q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs and mxfp4."
+        "compressed-tensors (W8A8 with dynamic activations, W4A16 and W8A16 packed, FP8), FP8 in blocks, GPTQ with 4 "
+        "or 8 bits, AWQ with 4 bits, bitsandbytes with 8 bits, nf4 or fp4, MXFP4 of experts as gpt-oss has it, and GGUF "
+        "of the architectures gemma3, glm4, granite, llama, mistral3, phi3, qwen2, qwen3 and qwen3moe with q4_0, q4_1, "
+        "q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs and mxfp4."
     )
 
 
@@ -86,6 +86,8 @@ class StoredWeight:
     """As in ``QuantizedWeight``, where weights of one size may differ in it."""
     look_up: Callable[[torch.Tensor], torch.Tensor] | None = None
     """``token ids -> rows [..., in]`` of an embedding, in ``dtype``."""
+    decode: Callable[[], torch.Tensor] | None = None
+    """Returns the numbers [out, in] of a weight that is none of a scheme, in ``dtype``; ``read`` is of no use then."""
     parts: Sequence[StoredWeight] = ()
     """Weights of several layouts whose outputs are this one's; ``read`` is of no use then."""
 
@@ -115,6 +117,8 @@ class StoredWeight:
         """Bytes of its product, or of an embedding."""
         if self.look_up is not None:
             return sum(tensor.nbytes for tensor in self.tensors)
+        if self.decode is not None:
+            return self.shape[0] * self.shape[1] * self.dtype.itemsize
         scheme = SCHEMES[self.scheme]
         if scheme.quantizes_rows:
             return packed_int8.packed_bytes(*self.shape)
@@ -147,8 +151,28 @@ class StoredWeight:
         return made if self.order is None else ReorderedMatmul(made, self.order)
 
 
+def decoded_late(
+    shape: tuple[int, int], dtype: torch.dtype, tensors: Sequence[torch.Tensor], decode: Callable[[], torch.Tensor]
+) -> StoredWeight:
+    """Return a weight of floating numbers that ``decode`` makes of ``tensors`` when it is packed."""
+
+    def read() -> QuantizedWeight:
+        raise TypeError("a weight of floating numbers is of no scheme")
+
+    return StoredWeight("none", shape, dtype, 1, tensors, read, decode=decode)
+
+
+def numbers_of(weight: Any) -> torch.Tensor:
+    """Return the numbers of a weight that is a tensor, or is decoded late."""
+    numbers: torch.Tensor = weight.decode() if isinstance(weight, StoredWeight) and weight.decode else weight
+    return numbers
+
+
 def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
     """Return weights as one of all their outputs."""
+
+    def decode() -> torch.Tensor:
+        return torch.cat([numbers_of(weight) for weight in weights])
 
     def read() -> QuantizedWeight:
         parts = [weight.read() for weight in weights]
@@ -164,7 +188,7 @@ def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
         first.scheme, (sum(weight.shape[0] for weight in weights), first.shape[1]), first.dtype, first.num_groups,
         [tensor for weight in weights for tensor in weight.tensors], read, first.order, first.has_least,
         first.has_halves, any(weight.has_zeros for weight in weights), first.codebook,
-        parts=() if is_uniform else weights,
+        parts=() if is_uniform else weights, decode=decode if first.decode is not None else None,
     )
 
 
@@ -228,7 +252,8 @@ class StoredLinears:
 
     def __call__(self, weight: Any, bias: torch.Tensor | None) -> Matmul:
         """Pack a weight [out, in], stored or a tensor, with its bias [out]."""
-        return weight.product(bias) if isinstance(weight, StoredWeight) else self._others(weight, bias)
+        is_of_scheme = isinstance(weight, StoredWeight) and weight.decode is None
+        return weight.product(bias) if is_of_scheme else self._others(numbers_of(weight), bias)
 
 
 def can_join(weights: Iterable[Any]) -> bool:

@@ -230,7 +230,7 @@ TWO_SCHEMES = {"a": W4A16["config_groups"]["group_0"],
     (changed("bnb-nf4", bnb_4bit_quant_type=["nf4"]), "'nf4'"), (changed("bnb-nf4", _load_in_8bit=True), "8bit=True"),
     (changed("bnb-nf4", _load_in_4bit=None), "4bit=False"), (changed("bnb-int8", load_in_8bit="yes"), "8bit='yes'"),
     (changed("bnb-nf4", bnb_4bit_quant_storage="float64"), "'float64'"),
-    ({"quant_method": "fp8"}, "'fp8'"), ({}, "None"), ("gptq", "'gptq'"), ({"quant_method": ["awq"]}, r"\['awq'\]"),
+    ({"quant_method": "nvfp4"}, "'nvfp4'"), ({}, "None"), ("gptq", "'gptq'"), ({"quant_method": ["awq"]}, r"\['awq'\]"),
     (changed("gptq", bits=3), "3 bits"), (changed("gptq", group_size=0), "groups of 0"),
     (changed("gptq", group_size=True), "groups of True"), (changed("gptq", group_size="128"), "groups of '128'"),
     (changed("gptq", checkpoint_format="marlin"), "'marlin'"), (changed("gptq", is_marlin_format=True), "marlin"),
@@ -506,7 +506,7 @@ def test_descriptions_of_earlier_versions_are_read(
 
 
 @pytest.mark.parametrize(("text", "found"), [
-    ('{"bits": 3, "group_size": 32}', "3 bits"), ("[1]", r"in \[1\]"), ('{"quant_method": "fp8"}', "'fp8'"),
+    ('{"bits": 3, "group_size": 32}', "3 bits"), ("[1]", r"in \[1\]"), ('{"quant_method": "nvfp4"}', "'nvfp4'"),
 ])
 def test_a_hostile_file_beside_is_refused(text: str, found: str, tmp_path: Path) -> None:
     """What is refused in config.json is refused in a file of its own."""

@@ -1,0 +1,138 @@
+"""Checkpoints whose linear layers are FP8 (e4m3) with float scales: DeepSeek's, Qwen's, and compressed-tensors'.
+
+Owns what their configuration may say and what their tensors are. Of a layer [out, in]:
+
+    quant_method "fp8"     weight  F8_E4M3 [out, in]    weight_scale_inv  float [ceil(out / rows), ceil(in / columns)]
+    "float-quantized"      weight  F8_E4M3 [out, in]    weight_scale      the same by blocks, [out, 1] or [1]
+
+Both are what the weight is multiplied by. No product here is FP8: numbers are decoded to the number format of rows,
+rounded once, one layer at a time when the layer is packed. Activations keep their number format, whatever the file says
+of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+import torch
+
+from pagedcore.models.checkpoints.tensor_files import FLOATS, TensorFiles
+from pagedcore.models.linears.packed_linear import can_pack
+from pagedcore.models.linears.stored_weight import StoredWeight, decoded_late, refusal
+
+_FORMAT: Final = "F8_E4M3"
+_AT_ONCE: Final = 2**20
+"""Numbers that are decoded at a time, which takes 8 MiB besides the result."""
+_ALL: Final = 0
+"""As the size of a block: all outputs, or all inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class FP8:
+    """How the layers of one checkpoint are stored."""
+
+    scale_name: str
+    block: tuple[int, int]
+    """Outputs and inputs that share a scale; ``_ALL`` for all of them."""
+    is_late: bool = True
+    """Whether linear layers are decoded when they are packed, not when the model is loaded."""
+    scheme: ClassVar[str] = "none"
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> FP8:
+        """Read a ``quantization_config`` of the method "fp8".
+
+        Raises:
+            ModelNotSupported: it says something that cannot be computed here, or that is not understood.
+        """
+        if (experts := config.get("expert_dtype") or "fp8") != "fp8":
+            raise refusal(f"FP8 with experts in {experts!r}")
+        if (kind := config.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
+            raise refusal(f"FP8 of the kind {kind!r}")
+        size = config.get("weight_block_size")
+        return cls("weight_scale_inv", (_ALL, _ALL) if size is None else block_of(size))
+
+    def weight(self, files: TensorFiles, name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight | None:
+        """Return the weight of a layer by its name, or ``None`` if the files hold it as numbers, or it is to be decoded
+        at once.
+
+        Raises:
+            ModelNotSupported: its tensors are not what the configuration says.
+        """
+        weight = f"{name}.weight"
+        is_late = self.is_late and can_pack(dtype, shape[1])
+        if not is_late or weight not in files or files.format_of(weight) != _FORMAT:
+            return None
+        values, scales = self.tensors(files, name, shape)
+        return decoded_late(shape, dtype, [values, scales], lambda: self.decode(values, scales, dtype))
+
+    def tensors(self, files: TensorFiles, name: str, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the numbers [out, in] of a layer, mapped, and their scales [blocks of outputs, blocks of inputs]."""
+        values = files.expect(f"{name}.weight", shape, _FORMAT)
+        grid = [1 if size == _ALL else -(-length // size) for length, size in zip(shape, self.block, strict=True)]
+        scale = f"{name}.{self.scale_name}"
+        # Shape: a scale of a whole tensor is [1], or no array.
+        is_one = grid == [1, 1] and scale in files and len(files.shape_of(scale)) < 2
+        scales = files.scales(scale, files.shape_of(scale) if is_one else (grid[0], grid[1]))
+        if scales.numel() != grid[0] * grid[1]:
+            raise refusal(f"{scale} has {scales.numel()} values, needed are {grid[0] * grid[1]}")
+        return values, scales.float().view(grid)
+
+    def decode(self, values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight [out, in] in ``dtype``: each number times its scale in float32, rounded once."""
+        (num_outputs, num_inputs), numbers = values.shape, torch.empty(values.shape, dtype=dtype)
+        height, width = (min(size or length, length) for size, length in zip(self.block, values.shape, strict=True))
+        at_once = max(1, _AT_ONCE // max(1, num_inputs))
+        for start in range(0, num_outputs, at_once):
+            rows = torch.arange(start, min(start + at_once, num_outputs))
+            of_rows = scales[rows // height].repeat_interleave(width, 1)[:, :num_inputs]
+            numbers[rows] = (values[start : start + at_once].float() * of_rows).to(dtype)
+        return numbers
+
+
+class FP8Files(TensorFiles):
+    """The tensors of such a checkpoint, whose FP8 weights are decoded where numbers are asked for."""
+
+    def __init__(self, directory: Path, rename: Any, stored: FP8, dtype: torch.dtype) -> None:
+        super().__init__(directory, rename)
+        self._stored, self._dtype = stored, dtype
+
+    def expect(self, name: str, shape: tuple[int, ...], *formats: str) -> torch.Tensor:
+        """Return a tensor of this shape, as ``TensorFiles`` does; of FP8, its numbers in the format of the model."""
+        layer, _, last = name.rpartition(".")
+        is_decoded = formats == FLOATS and last == "weight" and len(shape) == 2 and name in self
+        if not is_decoded or self.format_of(name) != _FORMAT:
+            return super().expect(name, shape, *formats)
+        return self._stored.decode(*self._stored.tensors(self, layer, (shape[0], shape[1])), self._dtype)
+
+
+def block_of(size: Any) -> tuple[int, int]:
+    """Return how many outputs and inputs share a scale, as a configuration says it.
+
+    Raises:
+        ModelNotSupported: it is no pair of sizes.
+    """
+    sizes = list(size) if isinstance(size, list | tuple) else []
+    if len(sizes) != 2 or not all(type(one) is int and one > 0 for one in sizes):
+        raise refusal(f"FP8 with scales for blocks of {size!r}")
+    return sizes[0], sizes[1]
+
+
+def of_compressed_tensors(weights: Mapping[str, Any]) -> FP8:
+    """Read how compressed-tensors describes the weights of one scheme, of numbers that are "float".
+
+    Raises:
+        ModelNotSupported: they are no FP8 that is decoded here.
+    """
+    blocks: Mapping[Any, tuple[int, int]] = {"tensor": (_ALL, _ALL), "channel": (1, _ALL)}
+    strategy = weights["strategy"] or "tensor"
+    if weights["num_bits"] != 8 or weights["symmetric"] is not True or weights["dynamic"]:
+        raise refusal(f"its weights are {dict(weights)}")
+    if strategy == "block":
+        return FP8("weight_scale", block_of(weights["block_structure"]))
+    if not isinstance(strategy, str) or strategy not in blocks or weights["group_size"] not in (None, -1):
+        raise refusal(f"its weights have scales by {strategy!r} with a group_size of {weights['group_size']!r}")
+    return FP8("weight_scale", blocks[strategy])
