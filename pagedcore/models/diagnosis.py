@@ -16,6 +16,7 @@ import torch
 from pagedcore.generation_defaults import GenerationDefaults, describe
 from pagedcore.models.blueprint import tree_of
 from pagedcore.models.checkpoints import quantized
+from pagedcore.models.checkpoints.fp8 import FP8
 from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.model_path import is_gguf
 from pagedcore.models.checkpoints.pretrained import computing_dtype, find_file
@@ -59,7 +60,7 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
                         else str(config.model_type),
         "files": "mapped, for the modules of transformers" if isinstance(stored, GGUF) else files,
         "tokenizer": _reader_of_tokenizer(directory),
-        "quantisation": f"{stored.scheme}: {stored.described}" if isinstance(stored, GGUF) else quantisation,
+        "quantisation": f"{stored.scheme}: {stored.described}" if isinstance(stored, GGUF | FP8) else quantisation,
         "number format": _format_of(config.dtype, dtype),
     }
     model = tree_of(config, dtype, trust_remote_code)

@@ -40,6 +40,7 @@ class FP8:
     is_late: bool = True
     """Whether linear layers are decoded when they are packed, not when the model is loaded."""
     scheme: ClassVar[str] = "none"
+    described: ClassVar[str] = "FP8 in the files, decoded to the number format"
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> FP8:

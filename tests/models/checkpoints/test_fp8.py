@@ -17,6 +17,7 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models.checkpoints.fp8 import FP8
 from pagedcore.models.checkpoints.quantized import stored_format
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
+from pagedcore.models.diagnosis import diagnose
 from support.families import tiny_model
 from support.quantized_checkpoints import change_config, change_tensors, ct_config, linear_names
 
@@ -153,6 +154,12 @@ def test_one_product_is_decoded_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
     answers(fp8, quantization="w8a16")
     assert len(alive) == 7 * 6
     assert most[0] <= 2 * SIZES["hidden_size"] * SIZES["intermediate_size"]
+
+
+def test_a_diagnosis_says_that_numbers_are_decoded(tmp_path: Path) -> None:
+    """No weight is read to know it."""
+    fp8, _ = write_pair(tmp_path, "blocks")
+    assert diagnose(fp8)["quantisation"] == "none: FP8 in the files, decoded to the number format"
 
 
 Q = "model.layers.1.self_attn.q_proj"
