@@ -12,7 +12,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from pagedcore.models.attention.interface import PagedStep, attention_step
-from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.attention.layers import AttentionLayer, RecordingStep
+from pagedcore.models.decoders.whole_vectors import calls_seen, complete_vectors
 from pagedcore.models.linears.packed_experts import pack_experts
 from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
 from pagedcore.models.linears.schemes import QuantizedLinears
@@ -99,6 +100,15 @@ class ModuleDecoder(PlainDecoder):
         of_experts = pack_experts(model, linears=linears, routers=router_products(linears), on_unused=on_unused)
         report = pack_linears(model, linears=linears, on_unused=on_unused)
         self.products, self.other_matrices = (*of_experts, *report.packed), report.unpacked
+        self._complete_vectors()
+
+    def _complete_vectors(self) -> None:
+        """Find out with two tokens which modules give a row other bits in other company, and mend them."""
+        tokens = torch.arange(2, device=self._model.device)
+        with attention_step(RecordingStep()), calls_seen(self._model) as found:
+            call_model(self._model, tokens, tokens, tokens)
+        for module in found:
+            complete_vectors(module)
 
 
 def router_products(linears: LinearFactory) -> LinearFactory:
