@@ -85,6 +85,11 @@ def test_company_changes_no_bit_behind_any_router(family: str, top_k: int, dtype
     assert (num_differing, promises) == (0, family != "llama4_text")
 
 
+def test_norms_of_heads_are_no_matrices() -> None:
+    """A model whose norms have factors for each head promises the same bits, and keeps the promise."""
+    assert differing("cohere", torch.float32, 1, use_qk_norm=True) == (0, True)
+
+
 @pytest.mark.parametrize("function", [
     torch.sigmoid, torch.nn.functional.silu, torch.nn.functional.softplus, torch.nn.functional.mish,
     lambda rows: torch.nn.functional.gelu(rows, approximate="tanh"),

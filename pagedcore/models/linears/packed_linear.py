@@ -212,14 +212,20 @@ def _pack(module: Any, factory: LinearFactory) -> PackedLinear | None:
 
 
 def holders_of_matrices(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules with parameters of two dimensions or more that no packed layer or embedding accounts for."""
+    """Yield modules with parameters of two dimensions or more that no packed layer, embedding or norm accounts for."""
     for module in model.modules():
-        if not isinstance(module, nn.Embedding | PackedLinear) and any(
+        if not isinstance(module, nn.Embedding | PackedLinear) and not _is_norm(module) and any(
             # Why: what is called a bias is added.
             parameter.ndim >= 2 and not name.endswith("bias")
             for name, parameter in module.named_parameters(recurse=False)
         ):
             yield module
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether it is a norm of transformers: what it has of two dimensions are factors, one row for each head."""
+    kind = type(module)
+    return kind.__name__.endswith("Norm") and kind.__module__.startswith("transformers.models.")
 
 
 def checked_outputs(num_outputs: int) -> torch.Tensor:
