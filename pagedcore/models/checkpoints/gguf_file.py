@@ -11,21 +11,22 @@ import math
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NoReturn
 
 import torch
 
 from pagedcore.errors import InvalidConfig
 from pagedcore.models.checkpoints.gguf_blocks import OTHER_TYPES, TYPES, BlockType
+from pagedcore.models.checkpoints.model_path import part_of
 from pagedcore.models.linears.stored_weight import refusal
 
 _MAGIC: Final = b"GGUF"
 _NUMBERS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of metadata: ``struct``'s letter, or what is read piece by piece."""
 _STRING, _ARRAY = 8, 9
-_MOST_ENTRIES, _MOST_ELEMENTS, _MOST_DIMENSIONS = 2**16, 2**22, 4
-"""Most metadata and tensors of a file, elements of all its arrays, and dimensions of a tensor."""
+_MOST_ENTRIES, _MOST_ELEMENTS, _MOST_DIMENSIONS, _MOST_PARTS = 2**16, 2**22, 4, 1024
+"""Most metadata and tensors of a file, elements of all its arrays, dimensions of a tensor, and files of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class TensorEntry:
     """Inputs last, as torch has it; files have it the other way round."""
     begin: int
     end: int
+    part: int = 0
+    """Number of the file, counted from 0."""
 
     @property
     def row_bytes(self) -> int:
@@ -45,31 +48,65 @@ class TensorEntry:
 
 
 class GGUFFile:
-    """Metadata and tensors of one file by name.
+    """Metadata and tensors by name of one file, or of all parts of a model, of which the path is the first one's.
+
+    Metadata are those of the first part; others have tensors only.
 
     Raises:
-        InvalidConfig: it is damaged, or larger in some count than any model is.
-        ModelNotSupported: a tensor has a type that is not known here, or the file is one of several.
+        InvalidConfig: a file is damaged, or larger in some count than any model is, or a part is missing or another.
+        ModelNotSupported: a tensor has a type that is not known here.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size < 24:
-                    _damaged("its size", size, "24 bytes and more")
-                with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
-                    self.metadata, self.tensors = _Reader(content, size).read()
-        except OSError as error:
-            raise InvalidConfig(f"model: its file cannot be read ({error.strerror}).") from error
-        if (parts := self.metadata.get("split.count", 0)) not in (0, 1):
-            raise refusal(f"it is one of {parts!r} GGUF files; join them with llama-gguf-split --merge")
-        self._content = torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
+        self.metadata, self.tensors, content = _read(path)
+        self._contents = [content]
+        count = self.metadata.get("split.count", 0)
+        if count in (0, 1):
+            return
+        if type(count) is not int or not 1 < count <= _MOST_PARTS:
+            _damaged("split.count", count, f"at most {_MOST_PARTS}")
+        for number in range(1, count):
+            self._add(path, number, count)
+        if (total := self.metadata.get("split.tensors.count", len(self.tensors))) != len(self.tensors):
+            _damaged("split.tensors.count", total, f"{len(self.tensors)}, which all parts have")
+
+    def _add(self, path: str | os.PathLike[str], number: int, count: int) -> None:
+        """Take the tensors of a further part."""
+        part = part_of(path, number + 1, count)
+        if part is None or self.metadata.get("split.no", 0) != 0:
+            raise InvalidConfig(
+                f"model: its GGUF file is one of {count} parts, or is not called as such. Name the first one, whose "
+                f"name ends in -00001-of-{count:05d}.gguf."
+            )
+        if not part.is_file():
+            raise InvalidConfig(f"model: {part.name[-80:]} is missing beside the first of its {count} GGUF files.")
+        metadata, tensors, content = _read(part)
+        said = tuple(metadata.get(f"split.{name}") for name in ("no", "count"))
+        if said != (number, count):
+            _damaged(f"split.no and split.count of part {number + 1}", said, (number, count))
+        for name, entry in tensors.items():
+            _require_new(name, self.tensors)
+            self.tensors[name] = replace(entry, part=number)
+        self._contents.append(content)
 
     def rows(self, name: str) -> torch.Tensor:
         """Return a tensor's bytes, uint8 [rows, bytes of a row], mapped."""
         entry = self.tensors[name]
-        return self._content[entry.begin : entry.end].view(-1, entry.row_bytes)
+        return self._contents[entry.part][entry.begin : entry.end].view(-1, entry.row_bytes)
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, TensorEntry], torch.Tensor]:
+    """Return metadata, directory and mapped bytes of one file."""
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 24:
+                _damaged("its size", size, "24 bytes and more")
+            with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
+                metadata, tensors = _Reader(content, size).read()
+    except OSError as error:
+        raise InvalidConfig(f"model: its file cannot be read ({error.strerror}).") from error
+    return metadata, tensors, torch.from_file(os.fspath(path), shared=False, size=size, dtype=torch.uint8)
 
 
 class _Reader:

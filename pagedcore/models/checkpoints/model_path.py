@@ -6,9 +6,14 @@ Owns the look at names; nothing is opened.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Final
 
 from pagedcore.errors import InvalidConfig
+
+_PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+"""How parts of one model are called, counted from 1."""
 
 
 def is_gguf(source: str | os.PathLike[str]) -> bool:
@@ -16,14 +21,33 @@ def is_gguf(source: str | os.PathLike[str]) -> bool:
     return Path(source).suffix.lower() == ".gguf" and Path(source).is_file()
 
 
+def part_of(path: str | os.PathLike[str], number: int, count: int) -> Path | None:
+    """Return the file of a part, counted from 1, beside the first one; ``None``: the path is not that of the first of
+    so many.
+    """
+    found = _PART.fullmatch(Path(path).name)
+    if found is None or (int(found[2]), int(found[3])) != (1, count):
+        return None
+    return Path(path).with_name(f"{found[1]}-{number:05d}-of-{count:05d}{found[4]}")
+
+
+def _is_further_part(path: Path) -> bool:
+    """Whether a name says that there is a part before, which is in the directory."""
+    found = _PART.fullmatch(path.name)
+    return found is not None and int(found[2]) > 1 and path.with_name(
+        f"{found[1]}-00001-of-{found[3]}{found[4]}").is_file()
+
+
 def gguf_in(source: str) -> str:
-    """Return the one GGUF file of a directory that has no other weights, or else ``source`` itself.
+    """Return the one GGUF file, or the first of its parts, of a directory that has no other weights, or else ``source``
+    itself.
 
     Raises:
         InvalidConfig: there are several.
     """
     directory = Path(source)
     found = sorted(path for path in directory.glob("*.gguf") if path.is_file()) if directory.is_dir() else []
+    found = [path for path in found if not _is_further_part(path)]
     if not found or any(directory.glob("*.safetensors")):
         return source
     if len(found) > 1:
