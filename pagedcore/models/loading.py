@@ -98,18 +98,11 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     from pagedcore.models.checkpoints.quantized import stored_format
     from pagedcore.models.families.wrappers import WHOLE
     from pagedcore.models.linears.stored_weight import has_unpacked
-    from pagedcore.models.transformers_model import TransformersModel, layout_maker, requirements_of
+    from pagedcore.models.transformers_model import TransformersModel
 
     # Why: all that can be refused without the model is, before it is loaded.
     device = devices.find_device(config.device)
-    name = _attention_name(config, device.default_attention)
-    attention = load("attention", name)
-    if device.kind not in (kinds := requirements_of(attention).devices):
-        raise InvalidConfig(
-            f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
-            f"Leave it at 'auto', or set device={kinds[0]!r}."
-        )
-    layout_maker(attention, config.kv_cache_dtype)
+    name, attention = _attention(config, device, load)
     model = model_source(model) if is_named else model
     stored = stored_format(model) if is_named else None
     is_quantized = stored is not None and stored.scheme != "none"
@@ -138,6 +131,21 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     if stored is not None and has_unpacked(model):
         raise InternalError("a quantised layer was not packed")
     return backend
+
+
+def _attention(config: EngineConfig, device: Device, load: Loader) -> tuple[str, Any]:
+    """Return the attention factory for a device, and its name. Raises ``InvalidConfig`` for one that it cannot use."""
+    from pagedcore.models.transformers_model import layout_maker, requirements_of
+
+    name = _attention_name(config, device.default_attention)
+    attention = load("attention", name)
+    if device.kind not in (kinds := requirements_of(attention).devices):
+        raise InvalidConfig(
+            f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
+            f"Leave it at 'auto', or set device={kinds[0]!r}."
+        )
+    layout_maker(attention, config.kv_cache_dtype)
+    return name, attention
 
 
 def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device: Device) -> Any:

@@ -113,9 +113,7 @@ class TransformersModel:
         self._attention: AttentionBackend | None = None
         self._graphed: GraphedSteps | None = None
         ownership.require_free(model)
-        supported_models.check_config(model.config.to_dict())
-        supported_models.check_modules(model, self.name)
-        supported_models.check_device(model, device.kind)
+        supported_models.check(model, self.name, device.kind)
         self.max_model_len = model_facts.max_model_len(model.config)
         self.eos_token_ids = model_facts.eos_token_ids(model)
         self.generation_config = model_facts.generation_fields(model)

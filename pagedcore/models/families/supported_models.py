@@ -75,6 +75,13 @@ _LAYER_TYPES: Final = frozenset({"attention", "full_attention", "sliding_attenti
 _OTHER_INPUTS: Final = ("vision_config", "audio_config", "text_config", "speech_config", "image_config")
 
 
+def check(model: Any, name: str, device_kind: str) -> None:
+    """Raise for a model whose configuration or modules say that it cannot run on a device; see the checks."""
+    check_config(model.config.to_dict())
+    check_modules(model, name)
+    check_device(model, device_kind)
+
+
 def check_config(config: Mapping[str, Any]) -> None:
     """Refuse what a configuration, as a dictionary, already shows to be impossible."""
     name = str(config.get("model_type", "unknown"))
