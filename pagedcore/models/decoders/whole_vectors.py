@@ -68,11 +68,21 @@ def complete_vectors(module: Any) -> None:
 def in_whole_vectors(function: Callable[..., torch.Tensor], rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Return what ``function`` makes of each element of ``rows``, with vectors alone, or with single elements alone."""
     if _has_gaps(rows):
-        # Why: then torch goes row by row, and all rows have the same end.
-        return function(rows, *args, **kwargs)
+        # Why: then torch goes row by row, and all rows have the same end, unless a thread's share begins within one.
+        return _in_shares(lambda part: function(part, *args, **kwargs), rows)
     flat = nn.functional.pad(rows.reshape(-1), (0, -rows.numel() % VECTOR))
     parts = [function(part, *args, **kwargs) for part in torch.split(flat, _SHARE)]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[: rows.numel()].view(rows.shape)
+
+
+def _in_shares(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """Call ``function`` with whole rows, as many at a time as one thread computes."""
+    dimension = next((one for one, size in enumerate(rows.shape[:-1]) if size > 1), None)
+    if rows.numel() <= _SHARE or dimension is None:
+        return function(rows)
+    count = max(1, rows.shape[dimension] * _SHARE // rows.numel())
+    parts = torch.split(rows, count, dimension)
+    return torch.cat([_in_shares(function, part) for part in parts], dimension)
 
 
 class _WholeVectors(TorchFunctionMode):
