@@ -13,8 +13,9 @@ from rich.table import Table
 
 from pagedcore import __version__
 from pagedcore.cli.common import console
+from pagedcore.config.memory_budget import format_memory
 from pagedcore.config.schemes import SCHEMES
-from pagedcore.errors import ModelNotSupported
+from pagedcore.errors import InvalidConfig, ModelNotSupported
 
 if TYPE_CHECKING:
     from pagedcore.execution.machine import Machine
@@ -46,7 +47,7 @@ def doctor(
 
 
 def diagnosis(model: str) -> dict[str, str]:
-    """Return how ``model`` would be loaded and computed, or why it cannot be."""
+    """Return how ``model`` would be loaded and computed, what it takes and what it refuses, or why it cannot run."""
     from transformers.utils import logging
 
     from pagedcore.models.loading import model_source
@@ -54,10 +55,52 @@ def diagnosis(model: str) -> dict[str, str]:
     logging.set_verbosity_error()  # Why: remarks about a configuration would stand between the facts
     from pagedcore.models.diagnosis import diagnose
 
+    source = model_source(model)
     try:
-        return {"runs here": "yes", **diagnose(model_source(model))}
+        facts = {"runs here": "yes", **diagnose(source), "memory": _memory_of(source)}
     except ModelNotSupported as error:
         return {"runs here": f"no. {error}"}
+    refused = [] if facts["quantisation"] == "none" else ["quantization=, as the files are quantised"]
+    return facts | _facts_of_chats(source, refused)
+
+
+def _memory_of(source: str) -> str:
+    """Say what weights and KV take, and what is free."""
+    from pagedcore.cli.size import size_model
+
+    report = size_model(source, concurrency=1)
+    kv, of_token = format_memory(report.kv_bytes), format_memory(report.bytes_per_token)
+    return (f"weights {format_memory(report.weight_bytes)}, KV of a token {of_token}, of a sequence of "
+            f"{report.context:,} tokens {kv}; {format_memory(report.memory)} are free here")
+
+
+def _facts_of_chats(source: str, refused: list[str]) -> dict[str, str]:
+    """Return the formats of tool calls and of reasoning by the chat template, and with ``refused`` what is refused."""
+    from pagedcore.config.engine_config import EngineConfig
+    from pagedcore.engine.builder import recognised_format
+    from pagedcore.models.loading import load_tokenizer
+    from pagedcore.plugins.manager import create_plugin_manager
+    from pagedcore.protocols import RendersTools
+
+    try:
+        tokenizer = load_tokenizer(source, EngineConfig())
+    except InvalidConfig as error:
+        return {"chats": f"unknown. {error}", "refused": "; ".join(refused) or "nothing more is known"}
+    registry, template = create_plugin_manager().registry, ""
+    if isinstance(tokenizer, RendersTools):
+        template = tokenizer.chat_template
+    calls = recognised_format(registry.tool_parsers, template) if template else None
+    reasoning = recognised_format(registry.reasoning_parsers, template) if template else None
+    if tokenizer is None:
+        refused = ["text and chats, as there is no tokenizer", *refused]
+    elif not template:
+        refused = ["chats, as there is no chat template", *refused]
+    elif not (isinstance(tokenizer, RendersTools) and tokenizer.knows_tools):
+        refused = ["tools, as the chat template does not know them", *refused]
+    return {
+        "tool calls": calls or "in no format that is known; they stay text", "reasoning": reasoning or "none is known",
+        "refused": "; ".join(refused) or "nothing that the engine takes of other models",
+    }
 
 
 def machine_facts(machine: Machine) -> dict[str, str]:

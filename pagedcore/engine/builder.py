@@ -178,10 +178,14 @@ def _chat_format(registry: Registry, config: EngineConfig, tokenizer: Tokenizer 
 
 
 def _find_format(table: Table[Callable[[], Any]], name: str, template: str) -> Any:
-    if name != "auto":
-        return None if name == "none" else table.load(name)()
-    forms = (table.load(entry.name)() for entry in table if table.can_import(entry.name))
-    return next((form for form in forms if form.recognises(template)), None)
+    known = recognised_format(table, template) if name == "auto" else name
+    return None if known in (None, "none") else table.load(known)()
+
+
+def recognised_format(table: Table[Callable[[], Any]], template: str) -> str | None:
+    """Return the name of the entry of a table of formats that "auto" means for a chat template, if there is one."""
+    names = (entry.name for entry in table if table.can_import(entry.name))
+    return next((name for name in names if table.load(name)().recognises(template)), None)
 
 
 def _identity(

@@ -23,7 +23,7 @@ from pagedcore.models.checkpoints.pretrained import computing_dtype, find_file
 from pagedcore.models.checkpoints.quick_start import why_not_quick
 from pagedcore.models.checkpoints.weight_files import has_adapter
 from pagedcore.models.decoders.fused_match import NotFused, recognise
-from pagedcore.models.families.model_facts import eos_token_ids
+from pagedcore.models.families.model_facts import configured_len, eos_token_ids, max_model_len
 from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.packed_experts import left_alone
 from pagedcore.models.transformers_model import redirect_attention
@@ -62,6 +62,7 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
         "tokenizer": _reader_of_tokenizer(directory),
         "quantisation": f"{stored.scheme}: {stored.described}" if isinstance(stored, GGUF | FP8) else quantisation,
         "number format": _format_of(config.dtype, dtype),
+        "context": _context_of(config),
     }
     model = tree_of(config, dtype, trust_remote_code)
     with torch.device("meta"), torch.inference_mode():
@@ -108,6 +109,13 @@ def _format_of(stored: object, dtype: torch.dtype) -> str:
         return f"{new}, in which this processor is fastest"
     rounded = "exactly" if dtype == torch.float32 else "rounded"
     return f"{new}, in which this processor is fastest; the files have {old}: {rounded}"
+
+
+def _context_of(config: Any) -> str:
+    length, configured = max_model_len(config), configured_len(config)
+    if length >= configured:
+        return f"{length:,} tokens"
+    return f"{length:,} of {configured:,} tokens: beyond, its angles follow the longest sequence of a whole batch"
 
 
 def _schedule(others: tuple[str, ...]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from pagedcore import Engine
 from pagedcore.cli.doctor import diagnosis
+from pagedcore.config.memory_budget import format_memory
 from pagedcore.models.checkpoints import pretrained
 from pagedcore.models.decoders.fused import FusedDecoder
 from pagedcore.models.diagnosis import diagnose
@@ -92,5 +94,27 @@ def test_the_demo_and_a_model_that_cannot_run(tmp_path: Path) -> None:
     assert facts["runs here"] == "yes"
     assert facts["files"] == facts["tokenizer"] == "read without transformers"
     assert facts["decoder"] == "fused kernels"
+    with Engine.from_pretrained("demo", num_kv_blocks=4) as engine:
+        stats, form = engine.stats(), engine.chat_format
+    assert facts["context"] == f"{stats.max_model_len:,} tokens"
+    of_sequence = stats.kv_bytes // 4 * -(-stats.max_model_len // stats.block_size)
+    assert f"of a sequence of {stats.max_model_len:,} tokens {format_memory(of_sequence)};" in facts["memory"]
+    assert facts["tool calls"] == "hermes" == type(form.tools).__name__.removesuffix("Format").lower()
+    assert (facts["reasoning"], form.reasoning) == ("none is known", None)
+    assert facts["refused"].startswith("nothing")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     assert "'mamba'" in diagnosis(str(tmp_path))["runs here"]
+
+
+def test_what_a_model_refuses_is_said_before_a_weight_is_read(tmp_path: Path) -> None:
+    """Files of which only the heads are left tell the context, the memory, and what cannot be asked."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 1e4}
+    tiny_model("phi3", original_max_position_embeddings=64, rope_parameters=rope).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    os.truncate(file, 8 + int.from_bytes(data[:8], "little"))
+    facts = diagnosis(str(tmp_path))
+    assert facts["context"].startswith("64 of 256 tokens: ")
+    assert "of a sequence of 64 tokens" in facts["memory"]
+    assert facts["refused"] == "text and chats, as there is no tokenizer"
+    assert facts["tool calls"].startswith("in no format")

@@ -35,9 +35,7 @@ def max_model_len(config: Any) -> int:
     Raises:
         ModelNotSupported: the configuration names no length.
     """
-    length = next((int(value) for name in _LENGTH_FIELDS if (value := getattr(config, name, None))), None)
-    if length is None:
-        raise ModelNotSupported(f"model: the configuration of {config.model_type!r} names no longest context.")
+    length = configured_len(config)
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     of_layers = [value for value in parameters.values() if isinstance(value, Mapping)]
     for rope in of_layers or [parameters]:
@@ -54,6 +52,14 @@ def generation_fields(model: Any) -> dict[str, Any]:
     """Return what a model's generation settings have, by the names of transformers."""
     settings = getattr(model, "generation_config", None)
     return {name: value for name, value in vars(settings).items() if value is not None} if settings is not None else {}
+
+
+def configured_len(config: Any) -> int:
+    """Return the longest context that the configuration names. Raises as ``max_model_len``."""
+    length = next((int(value) for name in _LENGTH_FIELDS if (value := getattr(config, name, None))), None)
+    if length is None:
+        raise ModelNotSupported(f"model: the configuration of {config.model_type!r} names no longest context.")
+    return length
 
 
 def eos_token_ids(model: Any) -> frozenset[int]:
