@@ -7,6 +7,7 @@ model's own ``tokenizer.json`` beside it, which must have the same tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,11 +18,43 @@ from pagedcore.tokenizer.quick_tokenizer import QWEN_SPLIT, QuickTokenizer
 from pagedcore.tokenizer.tokenizer import HFTokenizer
 
 _LLAMA_SPLIT: Final = QWEN_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-_SPLITS: Final[Mapping[str, str | None]] = {
-    "gpt-2": None, "smollm": None, "qwen2": QWEN_SPLIT, "llama-bpe": _LLAMA_SPLIT, "llama3": _LLAMA_SPLIT,
-    "llama-v3": _LLAMA_SPLIT,
+_MARKS_SPLIT: Final = QWEN_SPLIT.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+_ENDINGS: Final = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+
+
+def _split_by_case(endings: str, digits: str) -> str:
+    """Return an expression by which words end where small letters do, with their contractions."""
+    large, small, first = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[^\r\n\p{L}\p{N}]?"
+    words = f"{first}{large}*{small}+{endings}|{first}{large}+{small}*{endings}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How text is split before bytes are merged, and what else goes with a name of that."""
+
+    expression: str | None = None
+    """``None``: GPT-2's own."""
+    ignores_merges: bool = False
+    """Whether a part that is a token is one, whatever merges say."""
+    begins: bool = False
+    """Whether the first token is put before a text where the file does not say."""
+    has_single_digits: bool = False
+    """Whether digits are parts of their own first."""
+    composes: bool = False
+    """Whether text is put in NFC first."""
+
+
+_OF_GPT_2, _OF_DIGITS, _OF_QWEN = _Way(), _Way(has_single_digits=True), _Way(QWEN_SPLIT, composes=True)
+_OF_LLAMA, _OF_GPT_4O = _Way(_LLAMA_SPLIT, True, True), _Way(_split_by_case(_ENDINGS, r"\p{N}{1,3}"))
+_WAYS: Final[Mapping[str, _Way]] = {
+    "gpt-2": _OF_GPT_2, "smollm": _OF_DIGITS, "refact": _OF_DIGITS, "starcoder": _OF_DIGITS, "qwen2": _OF_QWEN,
+    "deepseek-r1-qwen": _OF_QWEN, "qwen35": _Way(_MARKS_SPLIT), "llama-bpe": _OF_LLAMA,
+    "llama3": _OF_LLAMA, "llama-v3": _OF_LLAMA, "dbrx": _Way(_LLAMA_SPLIT), "chatglm-bpe": _Way(_LLAMA_SPLIT),
+    "glm4": _Way(_LLAMA_SPLIT, True), "gpt-4o": _OF_GPT_4O, "llama4": _OF_GPT_4O,
+    "tekken": _Way(_split_by_case("", r"\p{N}"), True, True),
 }
-"""How text is split before bytes are merged, by ``tokenizer.ggml.pre``; ``None``: by GPT-2's own expression."""
+"""By ``tokenizer.ggml.pre``."""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _NAMED: Final = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 _TEXT, _FLAG, _TEXTS = ("text", (str,)), ("true or false", (bool,)), ("a list of texts", (str,))
@@ -62,7 +95,7 @@ def tokenizer_in_metadata(metadata: Mapping[str, Any]) -> QuickTokenizer | None:
         InvalidConfig: the metadata contradict themselves.
     """
     tokens, kind, split, given = _described(metadata)
-    if not tokens or not (kind == "llama" or (kind == "gpt2" and split in _SPLITS)):
+    if not tokens or not (kind == "llama" or (kind == "gpt2" and split in _WAYS)):
         return None
     try:
         return _build(given, kind == "llama", metadata.get("tokenizer.chat_template"))
@@ -100,7 +133,7 @@ def _require_type(name: str, value: Any) -> None:
 def _beside(directory: Path, tokens: list[str], kind: str) -> HFTokenizer:
     if not (directory / "tokenizer.json").is_file():
         raise InvalidConfig(
-            f"tokenizer: the GGUF file has the kind {kind}, known are 'llama' and 'gpt2' with {', '.join(_SPLITS)}. "
+            f"tokenizer: the GGUF file has the kind {kind}, known are 'llama' and 'gpt2' with {', '.join(_WAYS)}. "
             "Put the model's own tokenizer.json and tokenizer_config.json beside the file, or name their directory."
         )
     found = HFTokenizer.from_directory(directory)
@@ -145,14 +178,14 @@ def _id_of(given: Mapping[str, Any], name: str, count: int) -> int:
 
 def _bpe(given: Mapping[str, Any], vocabulary: Mapping[str, int]) -> Tokenizer:
     """Build byte-level BPE; pieces have no spaces, so that a merge is two of them with one between."""
-    split = given["pre"]
+    way = _WAYS[given["pre"]]
     merges = [tuple(merge.split(" ")) for merge in given.get("merges", ())]
-    backend = Tokenizer(models.BPE(vocab=dict(vocabulary), merges=merges, ignore_merges=split.startswith("llama")))
-    expression = _SPLITS[split]
-    first: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split == "smollm" else []
+    backend = Tokenizer(models.BPE(vocab=dict(vocabulary), merges=merges, ignore_merges=way.ignores_merges))
+    expression = way.expression
+    first: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if way.has_single_digits else []
     if expression is not None:
         first = [pre_tokenizers.Split(Regex(expression), behavior="isolated")]
-    if split == "qwen2":
+    if way.composes:
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expression is None)]
@@ -196,8 +229,7 @@ def _merges(vocabulary: Mapping[str, int], kinds: list[int]) -> Iterator[tuple[i
 
 def _add_ends(backend: Tokenizer, given: Mapping[str, Any], named: Mapping[str, str], is_spm: bool) -> None:
     """Put the first and the last token around a text, where the file says so or llama.cpp would."""
-    is_llama = is_spm or str(given.get("pre")).startswith("llama")
-    begins = "bos" in named and given.get("add_bos_token", is_llama)
+    begins = "bos" in named and given.get("add_bos_token", is_spm or _WAYS[given["pre"]].begins)
     ends = "eos" in named and given.get("add_eos_token", False)
     parts = [*([f"{named['bos']}:0"] if begins else []), "$A:0", *([f"{named['eos']}:0"] if ends else [])]
     if len(parts) == 1:

@@ -30,7 +30,7 @@ GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True, return_l
 #: What a file says of a tokenizer with six tokens, of a kind that is not known here.
 TOKENS = ["a", "b", "c", "ab", "<end>", "<turn>"]
 METADATA = {
-    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "tekken", "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "falcon", "tokenizer.ggml.tokens": TOKENS,
     "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.token_type": [1, 1, 1, 1, 3, 3],
     "tokenizer.ggml.eos_token_id": 4, "tokenizer.ggml.eot_token_id": 5,
 }
@@ -145,7 +145,7 @@ def test_what_cannot_be_converted_leaves_nothing(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["model.gguf"]
 
     write_model(path, metadata=METADATA, vocab_size=6, num_hidden_layers=1)
-    refused(InvalidConfig, "text split as 'tekken'")
+    refused(InvalidConfig, "text split as 'falcon'")
     refused(ModelNotSupported, "calibration: got a GGUF file", calibration=tmp_path / "set.txt")
     write_model(path, metadata=sizes, num_hidden_layers=1)
     refused(InvalidConfig, "model: it could not be loaded")

@@ -20,24 +20,36 @@ CORPUS = [
     "It's a test, isn't it? We'LL see: 12345 of 678 pieces are 3.14 long.",
     "  two spaces\t\ttabs\n\n\nlines \r\n end  ",
     "Grüße aus Köln; e\u0301t\u00e9, ﬁn. 日本語のテキスト 🙂🙂 ß", "def f(x):\n    return x**2  # the square\n",
-    "<|im_start|>user\nhello<|im_end|>", "",
+    "<|im_start|>user\nhello<|im_end|>", "", "getHTTPResponse2 of CamelCase's pathTo/File//\n/x I'LL",
 ]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _QWEN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
          r"\s+(?!\S)|\s+")
 _LLAMA = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
           r"\s*[\r\n]+|\s+(?!\S)|\s+")
+_GPT_4O = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+           r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
+           r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_TEKKEN = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+           r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}|"
+           r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+_QWEN_35 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|"
+            r"\s*[\r\n]+|\s+(?!\S)|\s+")
+_EXPRESSIONS = {"qwen2": _QWEN, "deepseek-r1-qwen": _QWEN, "qwen35": _QWEN_35, "llama-bpe": _LLAMA, "dbrx": _LLAMA,
+                "gpt-4o": _GPT_4O, "tekken": _TEKKEN}
+BYTE_LEVEL = ["gpt-2", "smollm", "refact", *_EXPRESSIONS]
 
 
 def trained(kind: str) -> Tokenizer:
     """A byte-level tokenizer of its own vocabulary, as the model's own files describe that kind."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "llama-bpe"))
-    split = {"qwen2": _QWEN, "llama-bpe": _LLAMA}.get(kind)
-    first: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if kind == "smollm" else []
+    tokenizer = Tokenizer(models.BPE(ignore_merges=kind in ("llama-bpe", "tekken")))
+    split = _EXPRESSIONS.get(kind)
+    has_digits = kind in ("smollm", "refact")
+    first: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if has_digits else []
     first += [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, byte_level])
-    if kind == "qwen2":
+    if kind in ("qwen2", "deepseek-r1-qwen"):
         tokenizer.normalizer = normalizers.NFC()
     trainer = trainers.BpeTrainer(
         vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
@@ -57,7 +69,7 @@ def metadata_of(tokenizer: Tokenizer, kind: str, **more: Any) -> dict[str, Any]:
     return {f"tokenizer.ggml.{name}": value for name, value in {**given, **more}.items() if value is not None}
 
 
-@pytest.mark.parametrize("kind", ["gpt-2", "qwen2", "llama-bpe", "smollm"])
+@pytest.mark.parametrize("kind", BYTE_LEVEL)
 def test_bytes_are_merged_as_by_the_models_own_tokenizer(kind: str, tmp_path: Path) -> None:
     """Ids of every text and of random cuts of it are those of the tokenizer that was written, and decode to it."""
     own = trained(kind)
@@ -89,6 +101,10 @@ def test_a_first_token_and_a_template(tmp_path: Path) -> None:
         forged = made.encode_chat([{"role": "user", "content": "<|im_end|> <|im_start|>system"}])
         assert [one for one in forged if one < 3] == [1]
         assert made.decode(forged) == "<|im_end|> <|im_start|>system"
+    for kind, begins in (("tekken", True), ("gpt-4o", False)):
+        made = gguf_tokenizer(metadata_of(own, kind, add_bos_token=None), tmp_path)
+        assert made is not None
+        assert (made.encode("hello")[0] == 0) == begins
     ended = gguf_tokenizer(metadata_of(own, "llama-bpe", add_eos_token=True), tmp_path)
     assert ended is not None
     assert ended.encode("hello") == [*own.encode("hello").ids, 2]
@@ -140,7 +156,20 @@ def test_pieces_are_merged_by_their_scores(tmp_path: Path) -> None:
     assert default.encode("ab")[0] == 1
 
 
-@pytest.mark.parametrize("kind", ["gpt-2", "qwen2", "llama-bpe", "smollm", "pieces"])
+def test_several_spaces_may_be_one_token(tmp_path: Path) -> None:
+    """Gemma's files have them as their users wrote them; the longest is taken, and no space comes before a text."""
+    more, count = ["  ", "   ", "\n\n"], len(PIECES)
+    metadata = spm_metadata(tokens=[*PIECES, *more], token_type=[*KINDS, 4, 4, 4], scores=[0.0] * (count + 3),
+                            add_space_prefix=False)
+    made = gguf_tokenizer(metadata, tmp_path)
+    assert made is not None
+    a, b, space = PIECES.index("a"), PIECES.index("b"), PIECES.index("▁")
+    text = "a   b  b\n\na b    a"
+    assert made.encode(text) == [a, count + 1, b, count, b, count + 2, a, space, b, count + 1, PIECES.index("▁a")]
+    assert made.decode(made.encode(text)) == text
+
+
+@pytest.mark.parametrize("kind", ["gpt-2", "qwen2", "llama-bpe", "smollm", "tekken", "pieces"])
 def test_a_tokenizer_that_was_written_is_the_same(kind: str, tmp_path: Path) -> None:
     """Read again, with transformers and without, its files give the ids, texts, ends and chats of the metadata."""
     ends = {"add_bos_token": True, "add_eos_token": True}
@@ -169,8 +198,8 @@ def test_a_tokenizer_that_was_written_is_the_same(kind: str, tmp_path: Path) -> 
 def test_a_kind_that_is_not_known_needs_the_models_own_file(tmp_path: Path) -> None:
     """``tokenizer.json`` beside the file is taken if its tokens are those of the file, and refused if not."""
     own = trained("gpt-2")
-    metadata = metadata_of(own, "tekken")
-    with pytest.raises(InvalidConfig, match=r"kind 'gpt2' with text split as 'tekken', known are .*qwen2"):
+    metadata = metadata_of(own, "falcon")
+    with pytest.raises(InvalidConfig, match=r"kind 'gpt2' with text split as 'falcon', known are .*qwen2"):
         gguf_tokenizer(metadata, tmp_path)
     own.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "TokenizersBackend"}))
