@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pagedcore.errors import InvalidConfig
 from pagedcore.models.checkpoints.gguf_file import GGUFFile
 from pagedcore.models.loading import model_source
-from support.gguf_files import Tensor, floats, write_gguf
+from pagedcore_kernels.cpu.matmul.packed_grouped import form_of_grouped_product
+from support.gguf_files import Tensor, floats, write_gguf, write_model
+from support.scores import scores_of
 
 COUNT = 3
 
@@ -43,6 +46,24 @@ def test_parts_are_one_model(tmp_path: Path) -> None:
     assert file.metadata["a"] == 5
     assert {name: file.rows(name).numpy().tobytes() for name in file.tensors} == {
         name: tensor.content for name, tensor in tensors.items()}
+
+
+@pytest.mark.skipif(form_of_grouped_product(torch.float32) is None, reason="no such vectors")
+def test_a_model_in_parts_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every log-probability of a directory with two parts is that of the one file, to the last bit."""
+    written: list[Any] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("support.gguf_files.write_gguf", lambda path, *contents: written.extend(contents))
+        write_model(tmp_path, num_hidden_layers=1)
+    metadata, tensors = written
+    write_gguf(tmp_path / "whole.gguf", metadata, tensors)
+    (tmp_path / "parts").mkdir()
+    for part, names in enumerate((list(tensors)[::2], list(tensors)[1::2])):
+        said = {**(metadata if part == 0 else {}), "split.no": part, "split.count": 2}
+        share = {name: tensors[name] for name in names}
+        write_gguf(tmp_path / "parts" / f"m-{part + 1:05d}-of-00002.gguf", said, share)
+    wanted, actual = (scores_of(tmp_path / name) for name in ("whole.gguf", "parts"))
+    assert np.array_equal(actual, wanted)
 
 
 def test_two_models_in_parts_are_two(tmp_path: Path) -> None:
