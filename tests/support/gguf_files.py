@@ -200,13 +200,16 @@ _LAYER = {
     "post_mlp_layernorm": "post_ffw_norm",
 }
 #: What families have under other names than the rest.
-_OF_FAMILY = {"gemma3_text": {
-    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}}
+_OF_FAMILY = {
+    "gemma3_text": {
+        "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+    "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
+}
 _OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 #: llama.cpp's names of architectures that transformers calls otherwise.
-_ARCHITECTURES = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "ministral3": "mistral3"}
+_ARCHITECTURES = {"gpt_oss": "gpt-oss", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "ministral3": "mistral3"}
 _TURNED = ("llama", "granite", "ministral3")
 
 
@@ -221,12 +224,26 @@ def name_in_file(name: str, family: str = "") -> str:
 
 def _pieces(name: str, family: str, numbers: Any) -> list[tuple[str, Any]]:
     """Return the names that files have for a parameter, with the part of it that each is."""
+    if name.endswith(".sinks"):
+        return [(f"blk.{name.split('.')[2]}.attn_sinks.weight", numbers)]
+    if family == "gpt_oss" and ".experts." in name:
+        return _pieces_of_gpt_oss(name, numbers)
     if ".experts." not in name:
         return [(name_in_file(name, family), numbers)]
     layer, kind = name.split(".")[2], name.rpartition(".")[2]
     parts = ("gate", "up") if kind == "gate_up_proj" else ("down",)
     pieces = zip(parts, numbers.chunk(len(parts), dim=1), strict=True)
     return [(f"blk.{layer}.ffn_{part}_exps.weight", piece) for part, piece in pieces]
+
+
+def _pieces_of_gpt_oss(name: str, numbers: Any) -> list[tuple[str, Any]]:
+    """Gates and the rest alternate, and matrices are the other way round than in files."""
+    layer, kind = name.split(".")[2], name.rpartition(".")[2]
+    last = "bias" if kind.endswith("_bias") else "weight"
+    turned = numbers if last == "bias" else numbers.transpose(1, 2)
+    if kind.startswith("down"):
+        return [(f"blk.{layer}.ffn_down_exps.{last}", turned)]
+    return [(f"blk.{layer}.ffn_{part}_exps.{last}", turned[:, place::2]) for place, part in enumerate(("gate", "up"))]
 
 
 def _permuted(numbers: Array, head_size: int) -> Array:
@@ -274,6 +291,10 @@ def _fields_of_family(config: Any) -> dict[str, Any]:
         case "qwen3_moe":
             return {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok,
                     "expert_feed_forward_length": config.moe_intermediate_size}
+        case "gpt_oss":
+            return {"expert_count": config.num_local_experts, "expert_used_count": config.num_experts_per_tok,
+                    "expert_feed_forward_length": config.intermediate_size,
+                    "attention.sliding_window": config.sliding_window}
         case "gemma3_text":
             local = config.rope_parameters["sliding_attention"]["rope_theta"]
             return {"attention.sliding_window": config.sliding_window, "rope.freq_base_swa": float(local),
@@ -299,6 +320,7 @@ def _fields_of_family(config: Any) -> dict[str, Any]:
 MIXED = ("q4_k", "q4_k", "q6_k")
 #: What llama.cpp takes every model of a family to be, windows of Qwen besides, which it does not have.
 _MEANT: dict[str, dict[str, Any]] = {"gemma3_text": {"layer_types": None, "query_pre_attn_scalar": 64},
+                                     "gpt_oss": {"attention_bias": True, "intermediate_size": 256},
                                      "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 256}}
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
                          "num_key_value_heads": 2}
@@ -344,12 +366,12 @@ def _tensor(
         numbers = rng.normal(1.0 if "norm" in name else 0.0, 0.1, shape).astype(np.float32)
         tensor = floats("f32", _permuted(numbers, config.head_dim) if is_turned else numbers)
         return tensor, numbers - np.float32(config.model_type == "gemma3_text" and "norm" in name)
-    if kind in QUANTISED and ".gate.weight" not in name:
+    is_number = name.endswith((".gate.weight", ".router.weight", "_bias"))
+    if kind in QUANTISED and not is_number:
         rows = random_blocks(rng, kind, (int(np.prod(shape[:-1])), shape[-1]))
         tensor = Tensor(kind, shape, rows.content)
     else:
         # Shape: files have the matrix of a router in float32.
-        is_router = ".gate.weight" in name
-        tensor = floats("f32" if is_router else kind, rng.normal(0, 0.15, shape).astype(np.float32))
+        tensor = floats("f32" if is_number else kind, rng.normal(0, 0.15, shape).astype(np.float32))
     numbers = numbers_of_blocks(tensor)
     return tensor, _unpermuted(numbers, config.head_dim) if is_turned else numbers

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -23,8 +24,9 @@ from pagedcore.models.checkpoints.gguf_architectures import ARCHITECTURES
 from pagedcore.models.checkpoints.gguf_blocks import BlockType
 from pagedcore.models.checkpoints.gguf_file import GGUFFile
 from pagedcore.models.checkpoints.gguf_metadata import Metadata
-from pagedcore.models.checkpoints.stored_experts import PARTS
-from pagedcore.models.linears.stored_weight import StoredWeight, refusal
+from pagedcore.models.checkpoints.stored_experts import PARTS, put_experts
+from pagedcore.models.linears.packed_experts import matrices_of_experts
+from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredMatrices, StoredWeight, refusal
 
 _SIZES: Final = {
     "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
@@ -84,7 +86,7 @@ class GGUF:
         return AutoConfig.for_model(**self.fields)
 
     def __contains__(self, name: str) -> bool:
-        return self._name_of(name) in self._file.tensors
+        return self._names_of(name)[0] in self._file.tensors
 
     def expect(self, name: str, shape: tuple[int, ...], *formats: str) -> torch.Tensor:
         """Return a tensor of numbers of this shape, mapped; they may be of any format of ``FLOATS``.
@@ -92,9 +94,12 @@ class GGUF:
         Raises:
             ModelNotSupported: there is none.
         """
+        if len(own := self._names_of(name)) > 1:
+            parts = [self._numbers_of(one, (*shape[:-1], shape[-1] // len(own))) for one in own]
+            return torch.stack(parts, dim=-1).flatten(-2)
         kind, rows = self._rows(name, shape)
         if kind.dtype is None:
-            raise refusal(f"{self._name_of(name)} is of the type {kind.name}, and no matrix of a linear layer")
+            raise refusal(f"{own[0]} is of the type {kind.name}, and no matrix of a linear layer")
         order = self._order(name, shape[0])
         numbers = rows.view(kind.dtype).view(shape)
         if self._architecture.norm_offset and name.endswith("norm.weight"):
@@ -150,6 +155,41 @@ class GGUF:
         del module.weight
         module.weight = replace(weight, tensors=[rows], look_up=look_up)  # type: ignore[assignment]
 
+    @property
+    def alternates_experts(self) -> bool:
+        """Whether experts are put in their places by ``replace_experts`` here."""
+        return self._architecture.alternates_experts
+
+    def replace_experts(self, model: nn.Module, dtype: torch.dtype) -> int:
+        """Put stored matrices, whose outputs alternate between two of the file, in the place of all parameters of
+        experts; return how many.
+
+        Raises:
+            ModelNotSupported: tensors have other shapes than the model, are numbers, or two of a kind differ in type.
+        """
+        count = 0
+        for name, module in model.named_modules():
+            for part, matrices in zip(PARTS, matrices_of_experts(module), strict=False):
+                put_experts(module, part, StoredMatrices(self._experts(f"{name}.{part}", tuple(matrices.shape), dtype)))
+                count += 1
+        return count
+
+    def _experts(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[StoredWeight]:
+        num_experts, num_outputs, num_inputs = shape
+        own = self._names_of(name)
+        each = num_outputs // len(own)
+        found = [self._rows_of(one, (num_experts, each, num_inputs)) for one in own]
+        kind = found[0][0]
+        if kind.decode is None or any(other is not kind for other, _ in found):
+            raise refusal(f"{own[0]} is of the type {kind.name}, needed is one of blocks for all of {name}")
+        for number in range(num_experts):
+            parts = [rows[number * each :][:each] for _, rows in found]
+            yield StoredWeight(
+                scheme_of(kind.bits), (num_outputs, num_inputs), dtype, num_inputs // kind.size * kind.num_groups,
+                parts, partial(_alternating, kind, parts, name), has_least=kind.has_least,
+                has_halves=kind.has_halves, codebook=kind.codebook,
+            )
+
     def require_names(self, names: Iterable[str]) -> None:
         """Refuse a file with other tensors than a model that has these.
 
@@ -176,6 +216,8 @@ class GGUF:
 
     def _names_of(self, name: str) -> list[str]:
         """Return the file's names of what a model has as one tensor."""
+        if (found := _LAYER.fullmatch(name)) and found[2] in self._architecture.tensors:
+            return [f"blk.{found[1]}.{own}" for own in self._architecture.tensors[found[2]]]
         module, _, last = name.rpartition(".")
         if last not in PARTS:
             return [self._name_of(name)]
@@ -188,14 +230,24 @@ class GGUF:
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> tuple[BlockType, torch.Tensor]:
         """Return a tensor's type and bytes [rows, bytes of a row]."""
-        own, expert = self._name_of(name), _EXPERT.search(name) if self._architecture.has_experts else None
+        expert = _EXPERT.search(name) if self._architecture.has_experts else None
+        if expert is None:
+            return self._rows_of(self._names_of(name)[0], shape)
+        kind, rows = self._rows_of(self._name_of(name), (self.fields["num_experts"], *shape))
+        return kind, rows[int(expert[2]) * shape[0] :][: shape[0]]
+
+    def _rows_of(self, own: str, shape: tuple[int, ...]) -> tuple[BlockType, torch.Tensor]:
         if (entry := self._file.tensors.get(own)) is None:
             raise refusal(f"{own} is missing in its file")
-        needed = shape if expert is None else (self.fields["num_experts"], *shape)
-        if entry.shape != needed:
-            raise refusal(f"{own} is of shape {list(entry.shape)}, needed is {list(needed)}")
-        rows = self._file.rows(own)
-        return entry.kind, rows if expert is None else rows[int(expert[2]) * shape[0] :][: shape[0]]
+        if entry.shape != shape:
+            raise refusal(f"{own} is of shape {list(entry.shape)}, needed is {list(shape)}")
+        return entry.kind, self._file.rows(own)
+
+    def _numbers_of(self, own: str, shape: tuple[int, ...]) -> torch.Tensor:
+        kind, rows = self._rows_of(own, shape)
+        if kind.dtype is None:
+            raise refusal(f"{own} is of the type {kind.name}, needed are numbers")
+        return rows.view(kind.dtype).view(shape)
 
     def _order(self, name: str, num_outputs: int) -> torch.Tensor | None:
         """Return the rows of a tensor in transformers' order; ``None``: they are."""
@@ -253,3 +305,8 @@ class GGUF:
                 raise refusal(f"its {name}_token_id is {str(value)[:80]}, with a vocabulary of {vocab_size}")
         return {"bos_token_id": known.get("bos"),
                 "eos_token_id": sorted({known[name] for name in _ENDS if name in known}) or None}
+
+
+def _alternating(kind: BlockType, parts: Sequence[torch.Tensor], name: str) -> QuantizedWeight:
+    """Return what matrices hold whose outputs take turns."""
+    return kind.weight(torch.stack(tuple(parts), dim=1).flatten(0, 1), name)

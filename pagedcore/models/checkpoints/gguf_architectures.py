@@ -19,6 +19,12 @@ _EVERYWHERE: Final = {
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
 }
 _FUSED: Final = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+_GPT_OSS: Final = {
+    "self_attn.sinks": ("attn_sinks.weight",), GATE_UP: ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+    f"{GATE_UP}_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"), _DOWN: ("ffn_down_exps.weight",),
+    f"{_DOWN}_bias": ("ffn_down_exps.bias",),
+}
 _LOCAL_BASE: Final = 10000.0
 _PATTERN: Final = 6
 _LAYERS_OF_27B: Final = 62
@@ -46,6 +52,13 @@ class Architecture:
     may_turn_parts: bool = False
     """Whether angles may turn a part of a head only."""
     has_experts: bool = False
+    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Of a layer's tensors that are no module's weight or bias: the file's; outputs of two alternate in one."""
+
+    @property
+    def alternates_experts(self) -> bool:
+        """Whether gates of experts alternate with what they open, so that their rows are put together."""
+        return GATE_UP in self.tensors
 
 
 def _qwen3moe(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
@@ -82,6 +95,18 @@ def _phi3(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
     original = given.size("rope.scaling.original_context_length", fields["max_position_embeddings"])
     return {"sliding_window": given.size_or_none("attention.sliding_window"),
             "original_max_position_embeddings": original}
+
+
+def _gpt_oss(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
+    count, used = given.size("expert_count"), given.size("expert_used_count")
+    rope = fields["rope_parameters"]
+    return {
+        "num_local_experts": count, "num_experts_per_tok": given.at_most("expert_used_count", used, count),
+        "intermediate_size": given.size("expert_feed_forward_length", fields["intermediate_size"]),
+        "sliding_window": given.size("attention.sliding_window"),
+        # Why: the model's angles are not rounded to whole dimensions, which files do not say.
+        "rope_parameters": {**rope, "truncate": False} if rope["rope_type"] == "yarn" else rope,
+    }
 
 
 def _granite(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
@@ -128,6 +153,12 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         model_type="phi3", names={**_EVERYWHERE, **_FUSED}, fields=_phi3, has_bias_field=False, may_turn_parts=True,
         metadata=frozenset({"attention.sliding_window", "rope.scaling.attn_factor",
                             "rope.scaling.original_context_length"}),
+    ),
+    "gpt-oss": Architecture(
+        model_type="gpt_oss", fields=_gpt_oss, tensors=_GPT_OSS, names={
+            **_EVERYWHERE, "post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp",
+        }, metadata=frozenset({"attention.sliding_window", "expert_count", "expert_used_count",
+                               "expert_feed_forward_length"}),
     ),
     "granite": Architecture(
         model_type="granite", fields=_granite, turns_rows=True,

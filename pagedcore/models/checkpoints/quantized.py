@@ -240,6 +240,8 @@ def replace_weights(model: nn.Module, files: TensorFiles | GGUF, stored: StoredF
     kept = read_by_others(model)
     if isinstance(stored, Mxfp4) and isinstance(files, TensorFiles):
         num_replaced = stored.replace_experts(model, files, dtype)
+    elif isinstance(stored, GGUF) and stored.alternates_experts:
+        num_replaced = stored.replace_experts(model, dtype)
     else:
         num_replaced = replace_experts(model, files, weight_of)
     for name, module in model.named_modules():

@@ -31,6 +31,8 @@ LONG_TENSORS = {f"rope_factors_{name}.weight": floats("f32", np.array(FACTORS[f"
                 for name in ("long", "short")}
 MINISTRAL: dict[str, Any] = {**YARN, "beta_fast": 0.5, "beta_slow": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
                              "llama_4_scaling_beta": 0.3}
+#: Angles of gpt-oss, which no file calls untruncated.
+OSS: dict[str, Any] = {**YARN, "beta_fast": 0.5, "beta_slow": 0.1, "truncate": False}
 
 
 @pytest.mark.parametrize(("family", "kinds", "more", "changes"), [
@@ -44,6 +46,8 @@ MINISTRAL: dict[str, Any] = {**YARN, "beta_fast": 0.5, "beta_slow": 0.1, "mscale
         "rope_parameters": LONG}),
     ("granite", ("q2_k",), {}, {"tie_word_embeddings": True}),
     ("ministral3", ("q8_0",), {}, {"rope_parameters": MINISTRAL, **SHORT_CONTEXT}),
+    ("gpt_oss", ("mxfp4", "q8_0"), {}, {
+        "sliding_window": 8, "rope_parameters": OSS, **SHORT_CONTEXT}),
     ("glm4", ("q5_0", "mxfp4"), {}, {"attention_bias": True}),
     ("qwen3", ("q4_k",), {}, {"rope_parameters": YARN, **SHORT_CONTEXT}),
 ])  # fmt: skip
@@ -53,7 +57,7 @@ def test_a_model_computes_its_numbers(
     """Log-probabilities are those of transformers with the format's numbers, to float32's rounding, by the fused
     decoder where it knows the architecture."""
     model = write_model(tmp_path / "model.gguf", family, kinds, **more, **SMALL, **changes)
-    actual = scores_of(tmp_path, must_fuse=family not in ("ministral3", "glm4"))
+    actual = scores_of(tmp_path, must_fuse=family not in ("ministral3", "glm4", "gpt_oss"))
     assert np.abs(actual - scores_of_transformers(model)).max() < 1e-4
 
 
@@ -90,6 +94,7 @@ def test_mistral_without_a_temperature_is_mistral(tmp_path: Path) -> None:
     ("qwen3_moe", {"qwen3moe.expert_used_count": 5}, {}, "expert_used_count is 5, needed is at most 4"),
     ("qwen3_moe", {"qwen3moe.expert_count": 2**31 - 1}, {}, r"ffn_gate_exps.weight is of shape \[4, "),
     ("qwen3_moe", {"qwen3moe.expert_count": None}, {}, "expert_count is None, needed is a size"),
+    ("gpt_oss", {"gpt-oss.expert_count": 3}, {}, r"is of shape \[4, .*needed is \[3, "),
     ("gemma3_text", {}, {"rope_freqs.weight": floats("f32", np.ones(32))}, "rope_freqs.weight is no tensor"),
     ("gemma3_text", {"gemma3.attention.sliding_window_pattern": [1, 0]}, {}, r"pattern is \[1, 0\], needed is a size"),
     ("phi3", {"phi3.rope.dimension_count": 63}, {}, "rope.dimension_count is 63, and its heads are of 64"),
@@ -105,4 +110,12 @@ def test_what_is_not_understood_is_refused(
     path, changes = str(tmp_path / "model.gguf"), {"rope_parameters": MINISTRAL} if family == "ministral3" else {}
     write_model(tmp_path / "model.gguf", family, MIXED, metadata, tensors, **SMALL, **changes)
     with pytest.raises(ModelNotSupported, match=message):
+        load_stored(path, stored_format(path), torch.float32, trust_remote_code=False)  # type: ignore[arg-type]
+
+
+def test_experts_of_gpt_oss_are_blocks(tmp_path: Path) -> None:
+    """Files with their experts as numbers, which nobody publishes, are refused."""
+    path = str(tmp_path / "model.gguf")
+    write_model(tmp_path / "model.gguf", "gpt_oss", ("f16",), num_hidden_layers=1)
+    with pytest.raises(ModelNotSupported, match=r"ffn_gate_exps.weight is of the type f16, needed is one of blocks"):
         load_stored(path, stored_format(path), torch.float32, trust_remote_code=False)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import torch
 
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.convert import conversion
-from pagedcore.errors import PagedcoreError
+from pagedcore.errors import ModelNotSupported, PagedcoreError
 from pagedcore.models.blueprint import read_blueprint
 from pagedcore.models.checkpoints.quantized import load_stored, stored_format
 from pagedcore.models.loading import load_tokenizer
@@ -33,7 +33,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
 }
 #: Families with the kind of tokenizer that their files have here.
 FAMILIES = {"llama": "pieces", "qwen2": "bytes", "qwen3": "bytes", "gemma3_text": "pieces", "qwen3_moe": "bytes",
-            "phi3": "pieces", "granite": "bytes", "glm4": "bytes"}
+            "phi3": "pieces", "granite": "bytes", "glm4": "bytes", "gpt_oss": "bytes"}
 #: What an entry becomes.
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 2, 3, 7, 255, 2**31, 2**63 - 1, 2**64 - 1, 0.5, -0.0, 1e-45, 1e300, float("nan"),
@@ -108,7 +108,11 @@ def test_files_as_they_are_written_are_used(
     """What is changed below is sound to begin with."""
     for metadata, tensors in written:
         write_gguf(tmp_path / "model.gguf", metadata, tensors)
-        use(tmp_path / "model.gguf")
+        if metadata["general.architecture"] != "gpt-oss":
+            use(tmp_path / "model.gguf")
+            continue
+        with pytest.raises(ModelNotSupported, match="quantised when they are loaded, not converted"):
+            use(tmp_path / "model.gguf")
 
 
 @pytest.mark.parametrize("seed", range(first_seed(), first_seed() + scaled(60)))
