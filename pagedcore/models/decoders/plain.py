@@ -14,6 +14,7 @@ import torch
 from pagedcore.models.attention.interface import PagedStep, attention_step
 from pagedcore.models.attention.layers import AttentionLayer, RecordingStep
 from pagedcore.models.decoders.whole_vectors import calls_seen, complete_vectors
+from pagedcore.models.families.model_facts import format_and_device
 from pagedcore.models.linears.packed_experts import pack_experts
 from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
 from pagedcore.models.linears.schemes import QuantizedLinears
@@ -104,7 +105,7 @@ class ModuleDecoder(PlainDecoder):
 
     def _complete_vectors(self) -> None:
         """Find out with two tokens which modules give a row other bits in other company, and mend them."""
-        tokens = torch.arange(2, device=self._model.device)
+        tokens = torch.arange(2, device=format_and_device(self._model)[1])
         with attention_step(RecordingStep()), calls_seen(self._model) as found:
             call_model(self._model, tokens, tokens, tokens)
         for module in found:
