@@ -90,7 +90,9 @@ class InputProcessor:
             self.check_options(options)
         if type(params) is not SamplingParams:
             params = validate_params(params)
-        asked, params = params, self.defaults.apply(params)
+        asked = params
+        if self.defaults.parameters or self.defaults.suppress_tokens:
+            params = self.defaults.apply(params)
         if params.bad_words:
             params = self._with_bad_sequences(params)
         if not params.skip_special_tokens:

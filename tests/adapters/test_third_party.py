@@ -183,4 +183,5 @@ def test_an_installed_format_of_calls_is_found(tmp_path: Path) -> None:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: angular-format\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text("[pagedcore]\nangular = angular_format\n")
     printed = python(tmp_path, "-c", PARSE)
-    assert printed.startswith("['hermes', 'llama3', 'mistral', 'angular'] [ToolCallStart(index=0")
+    assert "'hermes', " in printed
+    assert ", 'angular'] [ToolCallStart(index=0" in printed

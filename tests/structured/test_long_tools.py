@@ -13,9 +13,9 @@ from pagedcore import Chat, SamplingParams, StructuredOutput
 from pagedcore.config import limits
 from pagedcore.errors import InvalidGrammar
 from pagedcore.structured.grammars import Grammars
-from support.scripted_model import TEMPLATES, scripted_engine, scripted_tokenizer
+from support.scripted_model import TEMPLATES, ScriptedBackend, scripted_engine, scripted_tokenizer
 
-VOCABULARY, END = 2051, 2
+END = 2
 BEFORE = {"hermes": '<tool_call>\n{"name": "NAME", "arguments": ', "llama3": '{"name": "NAME", "parameters": ',
           "mistral": "[TOOL_CALLS]NAME[ARGS]"}
 
@@ -37,7 +37,7 @@ def test_the_most_tools_can_be_called_in_every_format(form: str) -> None:
         turn = engine.chat_format.turn(Chat([{"role": "user", "content": "hi"}], tools), SamplingParams(), "required")
     wanted, tokenizer = turn.params.structured, scripted_tokenizer(TEMPLATES[form])
     assert wanted is not None
-    constraint = Grammars(tokenizer, VOCABULARY, frozenset({END})).compile(wanted)
+    constraint = Grammars(tokenizer, ScriptedBackend.vocab_size, frozenset({END})).compile(wanted)
     call = BEFORE[form].replace("NAME", tools[-1]["function"]["name"]) + '{"text": "a", "number": '
     written = tokenizer.encode(call, add_special_tokens=False)
     matcher: Any = constraint.matcher_after(written)  # type: ignore[attr-defined]
