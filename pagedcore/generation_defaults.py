@@ -109,11 +109,13 @@ def _fitted(name: str, value: Any, vocab_size: int, eos_token_ids: Set[int]) -> 
         return min(value, vocab_size)
     if name in ("suppress_tokens", "begin_suppress_tokens") and isinstance(value, list | tuple):
         return [one for one in value if type(one) is not int or 0 <= one < vocab_size]
-    if name == "forced_eos_token_id" and type(value) is int and value >= vocab_size:
-        return -1  # Why: it is refused as no token, by the rule of the parameter.
+    if name == "forced_eos_token_id":
+        forced = value if isinstance(value, list | tuple) else [value]
+        # Why -1: it is refused as no token, by the rule of the parameter.
+        return -1 if any(type(one) is int and one >= vocab_size for one in forced) else value
     if name == "bad_words_ids" and isinstance(value, list | tuple):
         # Why: transformers leaves out the end tokens alone, without which nothing would end.
         return [one for one in value if not (isinstance(one, list | tuple) and (
-            (len(one) == 1 and one[0] in eos_token_ids)
+            any(list(one) == [end] for end in eos_token_ids)
             or any(type(token_id) is int and token_id >= vocab_size for token_id in one)))]
     return value

@@ -146,6 +146,23 @@ def test_defaults_refuse_no_request(directory: Path) -> None:
             engine.prepare([5] * 8, SamplingParams(min_tokens=9))
 
 
+def test_a_forged_file_refuses_no_request(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Values of wrong types, of absurd depth or outside of the vocabulary are named, and requests are as without."""
+    say(directory)
+    plain, deep = oracle(directory), list[Any]()
+    for _ in range(400):
+        deep = [deep]
+    say(directory, bad_words_ids=deep, forced_eos_token_id=[VOCAB + 9], suppress_tokens=[None, 1.5, "a"],
+        begin_suppress_tokens=[[3]], no_repeat_ngram_size=10**9, repetition_penalty="high")
+    with caplog.at_level(logging.WARNING, "pagedcore"), opened(directory) as engine:
+        assert engine.generation_defaults == {}
+        assert tokens(engine) == plain
+    (said,) = (one.getMessage() for one in caplog.records if "generation_config" in one.getMessage())
+    for name in ("bad_words_ids", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens",
+                 "no_repeat_ngram_size", "repetition_penalty"):
+        assert f"{name} (" in said
+
+
 def test_what_is_not_applied_is_said_once(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A field that is not supported, one that is out of range, and not what means nothing."""
     say(directory, typical_p=0.9, stop_strings=["x"], temperature=99.0, top_p="high", num_beams=1, max_length=20,

@@ -115,10 +115,12 @@ class GraphedSteps:
 
         expected = compute()[:num_rows]
         try:
-            replay, logits = recording.made = self._graphs.record(compute)
+            made = replay, logits = self._graphs.record(compute)
             replay()
             is_same = torch.equal(logits[:num_rows], expected)
             reason = "" if is_same else "a recorded step computed other logits"
+            # Why last: what an interrupt breaks off here was not compared, and is recorded again.
+            recording.made = made
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
         finally:

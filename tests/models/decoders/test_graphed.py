@@ -127,3 +127,21 @@ def test_what_cannot_be_recorded_is_tried_once(
     (line,) = [one.getMessage() for one in caplog.records]
     assert ("other logits" if is_wrong else "stream is capturing") in line
     assert "more" not in line
+
+
+def test_a_recording_that_was_interrupted_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before the first step was compared leaves no recording that nobody has compared."""
+    steps, _, graphs = make()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "record", lambda compute: (interrupted, compute() + 1))
+        with pytest.raises(KeyboardInterrupt):
+            steps.run(decode(3, 4))
+    for _ in range(2):
+        found = steps.run(decode(3, 4))
+        assert found is not None
+        assert found[:, 0].tolist() == [7003.0, 8004.0]
+    assert (graphs.num_recorded, graphs.num_repeated) == (1, 2)
