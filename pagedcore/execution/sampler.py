@@ -25,8 +25,13 @@ from pagedcore.protocols import Constraint, FloatArray, Int64Array, MaskRows
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.sequence import Sequence
 from pagedcore_kernels.cpu.runtime.float_state import use_default_floats
-from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
-from pagedcore_kernels.cpu.sampling.samplers import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
+from pagedcore_kernels.cpu.sampling.samplers import (
+    GreedyPicker,
+    LogitWidener,
+    LogprobReporter,
+    TokenSampler,
+    sampling_rows,
+)
 
 _LARGEST_FINITE: Final = float(np.finfo(np.float32).max)
 _INFINITY, _MINUS_INFINITY = np.int16(0x7F80), np.int16(0x7F80 - 2**15)
@@ -63,6 +68,7 @@ class Sampler:
         self._sample = TokenSampler(vocab_size)
         self._report = LogprobReporter(vocab_size)
         self._adjusters: dict[int, RowAdjuster] = {}
+        self._widen = LogitWidener(vocab_size)
 
     def sample(self, logits: FloatArray | torch.Tensor, sequences: ListOf[Sequence]) -> SampledTokens:
         """Choose one token per row.
@@ -74,10 +80,10 @@ class Sampler:
         if isinstance(logits, torch.Tensor) and logits.dtype == torch.bfloat16 and self.wants_largest(sequences):
             # Why: float32 would be twice as many bytes, written to be read once.
             self.forget()
-            bits = logits.detach().contiguous().view(torch.int16).numpy()
+            bits = _bits(logits)
             _mask(bits, self.barred_tokens(sequences))
             return SampledTokens(self._pick_greedily(bits), [None] * len(sequences))
-        rows = _as_array(logits)
+        rows = self._as_array(logits)
         wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
         reports = self._make_reports(rows, wanted)
         for i, report in reports.items():
@@ -134,7 +140,7 @@ class Sampler:
         """
         positions = [(row.sequence, position) for row in rows for position in row.scored_positions]
         counts = {i: one.params.prompt_logprobs or 0 for i, (one, _) in enumerate(positions)}
-        array = _as_array(logits)
+        array = self._as_array(logits)
         reports, scores = self._make_reports(array, counts), dict[int, list[TokenLogprobs] | None]()
         for i, (sequence, position) in enumerate(positions):
             scored = reports[i].describe(sequence.token_ids[position + 1], array[i])
@@ -144,6 +150,16 @@ class Sampler:
             elif known is not None:
                 known.append(scored)
         return scores
+
+    def _as_array(self, logits: FloatArray | torch.Tensor) -> FloatArray:
+        """Return them in float32, to be written; the next call may write over what this one returned."""
+        if isinstance(logits, np.ndarray):
+            array: Any = logits
+        elif logits.dtype == torch.bfloat16:
+            return self._widen(_bits(logits))
+        else:
+            array = logits.detach().numpy()
+        return np.require(array, np.float32, ["C", "W"])
 
     def _choose(self, rows: FloatArray, sequences: ListOf[Sequence]) -> Int64Array:
         params = [sequence.params for sequence in sequences]
@@ -207,13 +223,9 @@ def _require_token_ids(token_ids: object, count: int, vocab_size: int) -> None:
         raise StepFailed(f"model: forward_greedily returned ids from {token_ids.min()} to {token_ids.max()}, {wanted}")
 
 
-def _as_array(logits: FloatArray | torch.Tensor) -> FloatArray:
-    if isinstance(logits, np.ndarray):
-        array: Any = logits
-    else:
-        with torch_beside_kernels():
-            array = logits.detach().float().numpy()
-    return np.require(array, np.float32, ["C", "W"])
+def _bits(logits: torch.Tensor) -> Int16Array:
+    bits: Int16Array = logits.detach().contiguous().view(torch.int16).numpy()
+    return bits
 
 
 def _is_plainly_greedy(sequence: Sequence) -> bool:

@@ -12,7 +12,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pagedcore.execution import sampler
 from pagedcore.execution.sampler import RowAdjuster, Sampler
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence, SequenceStatus
@@ -347,7 +346,7 @@ def test_bfloat16_logits_give_what_the_same_numbers_in_float32_give(form, params
 def test_plainly_greedy_rows_are_read_in_bfloat16(monkeypatch):
     """No float32 copy is made of them."""
     logits = torch.from_numpy(make_logits(3)).bfloat16()
-    monkeypatch.setattr(sampler, "_as_array", None)
+    monkeypatch.setattr(Sampler, "_as_array", None)
     result = Sampler(VOCAB_SIZE).sample(logits, [make_sequence(sequence_id=i) for i in range(3)])
     np.testing.assert_array_equal(result.token_ids, logits.float().argmax(dim=1))
 

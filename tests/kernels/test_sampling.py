@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu.sampling.logit_search import pick
-from pagedcore_kernels.cpu.sampling.samplers import GreedyPicker, LogprobReporter, TokenSampler, sampling_rows
+from pagedcore_kernels.cpu.sampling.samplers import (
+    GreedyPicker,
+    LogitWidener,
+    LogprobReporter,
+    TokenSampler,
+    sampling_rows,
+)
 from support.sampling_reference import Draw, choose, explains, kept_tokens, uniform, weights_of
 
 VOCABULARIES = [1, 2, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 5003, 50257]
@@ -236,6 +242,15 @@ def test_greedy_reads_bfloat16_as_the_float32_it_is(vocab_size):
     np.testing.assert_array_equal(given, GreedyPicker(vocab_size)(logits.float().numpy()))
     expected = logits.float().numpy().argmax(axis=1)
     np.testing.assert_array_equal(given, [*expected[:4], -1, -1, -1, -1, 0])
+
+
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+def test_bfloat16_is_widened_bit_for_bit(vocab_size):
+    """Each bit pattern keeps its sign, infinities and what its NaN says; fewer rows than before take the first ones."""
+    bits = np.random.default_rng(0).integers(-(2**15), 2**15, (9, vocab_size), np.int16)
+    widen = LogitWidener(vocab_size)
+    for rows in (bits, bits[5:], bits[:0]):
+        np.testing.assert_array_equal(widen(rows).view(np.int32), rows.astype(np.int32) << 16)
 
 
 def test_masked_tokens_are_never_drawn():

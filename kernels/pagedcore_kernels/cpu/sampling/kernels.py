@@ -23,7 +23,7 @@ from pagedcore_kernels.cpu.sampling.logit_search import (
     keep_heaviest,
     short_view,
 )
-from pagedcore_kernels.cpu.sampling.logit_vectors import CHUNK, load_float64, store_float64
+from pagedcore_kernels.cpu.sampling.logit_vectors import CHUNK, load_float64, store_float64, widen_chunks
 from pagedcore_kernels.cpu.sampling.logit_views import (
     BLOCK,
     NOTHING,
@@ -38,7 +38,15 @@ from pagedcore_kernels.cpu.sampling.logit_views import (
     pad_last_chunk,
     weigh,
 )
-from pagedcore_kernels.cpu.simd import LOG2_E, address_of, claim, load_int64, store_int64
+from pagedcore_kernels.cpu.simd import (
+    LOG2_E,
+    address_of,
+    claim,
+    load_bfloat16,
+    load_int64,
+    store_float32,
+    store_int64,
+)
 
 SAMPLING_ROW: Final = np.dtype(
     [("scale", "f8"), ("min_p_offset", "f8"), ("top_p", "f8"), ("top_k", "i8"), ("seed", "i8"), ("position", "i8")]
@@ -116,6 +124,26 @@ def greedy_bfloat16_kernel() -> Kernel:
             store_int64(load_int64(p, 8), row, token)
 
     return compile_kernel(pick_greedily)
+
+
+@lru_cache
+def widening_kernel() -> Kernel:
+    """Result: rows of float32, of logits in bfloat16."""
+
+    def widen_rows(parameters: Any) -> None:
+        p = address_of(parameters)
+        vocab_size = load_int64(p, 3)
+        num_whole = vocab_size // CHUNK
+        while True:
+            row = claim(load_int64(p, 0))
+            if row >= load_int64(p, 2):
+                break
+            source, target = load_int64(p, 1) + 2 * row * vocab_size, load_int64(p, 8) + 4 * row * vocab_size
+            widen_chunks(source, num_whole, target)
+            for i in range(num_whole * CHUNK, vocab_size):
+                store_float32(target, i, load_bfloat16(source, i))
+
+    return compile_kernel(widen_rows)
 
 
 @lru_cache

@@ -23,6 +23,7 @@ from pagedcore_kernels.cpu.sampling.kernels import (
     logprob_kernel,
     memory_layout,
     sampling_kernel,
+    widening_kernel,
 )
 from pagedcore_kernels.cpu.simd import LOG2_E
 from pagedcore_kernels.errors import InternalError
@@ -31,6 +32,9 @@ _LARGEST_SCALE: Final = 1e30
 """A temperature so low that its inverse is beyond this leaves the largest logits only."""
 _LOGITS_PER_THREAD: Final = 2**16
 """Fewer logits than this are read by one thread before another has woken up."""
+
+_KEPT_BYTES: Final = 2**25
+"""So much memory for logits is kept from a step to the next; the system clears new memory before it is written."""
 
 Logits = npt.NDArray[np.float32]
 
@@ -52,6 +56,28 @@ class GreedyPicker:
         kernel, kind = (greedy_bfloat16_kernel(), np.int16) if is_short else (greedy_kernel(), np.float32)
         self._launcher.run(kernel, logits, len(logits), token_ids.ctypes.data, kind=kind)
         return token_ids
+
+
+class LogitWidener:
+    """Logits in float32, of those in bfloat16."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._launcher = _Launcher(vocab_size, num_results=1)
+        self._kept: Logits = np.empty((0, vocab_size), np.float32)
+
+    def __call__(self, bits: npt.NDArray[np.int16]) -> Logits:
+        """Return [S, vocab_size], to be written; the next call may write over it.
+
+        Args:
+            bits: of bfloat16, [S, vocab_size], C-contiguous.
+        """
+        room: Logits = self._kept[: len(bits)]
+        if len(room) < len(bits):
+            room = np.empty((len(bits), self._kept.shape[1]), np.float32)
+            if room.nbytes <= _KEPT_BYTES:
+                self._kept = room
+        self._launcher.run(widening_kernel(), bits, len(bits), room.ctypes.data, kind=np.int16)
+        return room
 
 
 class TokenSampler:
