@@ -204,6 +204,18 @@ class HasGenerationConfig(Protocol):
 
 
 @runtime_checkable
+class HasShortContext(Protocol):
+    """A model backend that computes sequences otherwise that are longer than its short context: those rows of a batch
+    have ``is_long``, and a sequence that passes the border is computed again. Of others it is assumed that a position
+    is computed in the same way whatever follows it.
+    """
+
+    @property
+    def num_short_tokens(self) -> int | None:
+        """Tokens of the longest sequence that is not long; ``None``: none is."""
+
+
+@runtime_checkable
 class DescribesItself(Protocol):
     """A model backend that says how it computes: for people, and because other kernels give K and V other bits."""
 

@@ -43,6 +43,12 @@ LEGAL_MOVES: Final = {
 """WAITING -> RUNNING admitted; RUNNING -> WAITING preempted; FINISHED -> WAITING extended."""
 
 
+def long_root(root: bytes) -> bytes:
+    """Return the root of the blocks of long sequences: they share none with the short ones behind ``root``."""
+    # Why no digest: a recording has to see of two roots that nothing but the angles is different.
+    return root + b"long"
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class Sequence:
     """A growing list of token ids: the prompt, then what was generated.
@@ -68,11 +74,15 @@ class Sequence:
     arrival_s: float = 0.0
     """When the turn was accepted, on the engine's clock."""
     cache_root: bytes = b""
-    """Sequences with the same one may share blocks, others never do."""
+    """Sequences with the same one, and of the same kind (``is_long``), may share blocks, others never do."""
+    num_short_tokens: int | None = None
+    """Longest sequence that the model turns by its short angles; ``None``: it has one kind of angles."""
     constraint: Constraint | None = None
     """What this turn's completion has to look like."""
     block_keys: list[bytes] = field(init=False, default_factory=list)
     """The content keys that were made for full blocks."""
+    is_long: bool = field(init=False, default=False)
+    """Whether it has more than ``num_short_tokens`` tokens, so that all of it is computed with other angles."""
     num_prompt_tokens: int = field(init=False)
     is_adjusted: bool = field(init=False)
     """Whether its logits are changed before they are sampled, a minimum length aside."""
@@ -96,6 +106,7 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.follow_length()
         self.constrain(self.constraint)
         self.num_logprobs = self.params.num_step_logprobs(len(self.stop_token_ids))
 
@@ -126,6 +137,21 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def block_root(self) -> bytes:
+        """The parent of the keys of its first blocks."""
+        return long_root(self.cache_root) if self.is_long else self.cache_root
+
+    @property
+    def has_other_angles(self) -> bool:
+        """Whether its length asks for other angles than what it has computed: ``follow_length`` is due."""
+        return self.num_short_tokens is not None and self.is_long != (len(self.token_ids) > self.num_short_tokens)
+
+    def follow_length(self) -> None:
+        """Be long, or short, as the number of tokens says; blocks of the other kind were freed."""
+        if self.has_other_angles:
+            self.is_long, self.block_keys = not self.is_long, []
+
+    @property
     def max_total_tokens(self) -> int:
         """Positions of the sequence when this turn has grown to its limit."""
         return self.num_prompt_tokens + self.max_tokens
@@ -152,7 +178,8 @@ class Sequence:
         other = type(self)(
             sequence_id, self.token_ids, self.params, max_tokens=self.max_tokens, seed=seed,
             stop_token_ids=self.stop_token_ids, options=self.options, arrival=self.arrival, arrival_s=self.arrival_s,
-            cache_root=self.cache_root, constraint=self.constraint.branch() if self.constraint is not None else None,
+            cache_root=self.cache_root, num_short_tokens=self.num_short_tokens,
+            constraint=self.constraint.branch() if self.constraint is not None else None,
         )
         other.num_prompt_tokens = self.num_prompt_tokens
         other.num_cached_tokens = self.num_cached_tokens
@@ -192,6 +219,10 @@ class Sequence:
         self.params, self.max_tokens, self.stop_token_ids = params, max_tokens, stop_token_ids
         self.constrain(constraint)
         self.num_logprobs = params.num_step_logprobs(len(stop_token_ids))
+        self.follow_length()
+        if self.is_long and self.num_prompt_tokens <= (self.num_short_tokens or 0) and self.prompt_logprobs:
+            # Why: those of earlier turns are scores by other angles.
+            self.prompt_logprobs = []
         self.num_prompt_tokens = len(self.token_ids)
         if params.seed is not None:
             self.seed = params.seed
@@ -221,6 +252,7 @@ class Sequence:
         del self.logprobs[self.num_output_tokens :]
         self.status, self.finish_reason, self.score = SequenceStatus.WAITING, None, None
         self.reset_computed()
+        self.follow_length()
 
     def snapshot(self) -> dict[str, Any]:
         """Copy what decisions about the sequence depend on, and how its tokens are sampled, as plain values.
@@ -229,8 +261,10 @@ class Sequence:
         grammar, and reported log-probabilities.
         """
         scored = self.prompt_logprobs
+        # Why if: models with two kinds of angles are few, and what others have recorded stays as it is.
+        border = {} if self.num_short_tokens is None else {"num_short_tokens": self.num_short_tokens}
         return {
-            "plain": {name: getattr(self, name) for name in _PLAIN}
+            "plain": {name: getattr(self, name) for name in _PLAIN} | border
                 | {name: getattr(self.options, name) for name in RECORDED_OPTIONS},
             "status": self.status.value, "num_keys": len(self.block_keys),
             "num_scored": None if scored is None else len(scored), "num_sequences": self.params.num_sequences,
@@ -251,6 +285,8 @@ class Sequence:
         self.token_ids, self.params = list(state["tokens"]), SamplingParams(n=state["num_sequences"])
         self.prompt_logprobs = None if num_scored is None else [None] * num_scored  # type: ignore[list-item]
         self.status = SequenceStatus(state["status"])
+        self.num_short_tokens = plain.get("num_short_tokens")
+        self.follow_length()
 
     def reset_computed(self) -> None:
         """Mark all positions as not computed, because the sequence has lost its blocks."""

@@ -69,6 +69,11 @@ class RaggedRows(Protocol):
         """Shape [S]; indices into the T tokens whose logits are wanted."""
         ...
 
+    @property
+    def is_long(self) -> npt.NDArray[np.bool_] | None:
+        """Shape [R]; whether each row's sequence is beyond its model's short context; ``None``: none is."""
+        ...
+
 
 class AttentionBackend(Protocol):
     """Paged attention over a KV pool of one layout: ``plan`` once a step, the rest once per layer.

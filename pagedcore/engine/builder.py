@@ -34,6 +34,7 @@ from pagedcore.protocols import (
     DecodesTokens,
     HasFingerprint,
     HasGenerationConfig,
+    HasShortContext,
     ModelFingerprint,
     NamesVariablePart,
     UsesTorchThreads,
@@ -80,6 +81,8 @@ class EngineComponents:
     """As ``Engine.identity``."""
     chat_format: ChatFormat
     """As ``Engine.chat_format``."""
+    num_short_tokens: int | None = None
+    """As of ``HasShortContext``."""
     observers: tuple[EngineObserver, ...] = ()
     """What watches it from the start: laws (``check_invariants``), and promises if the policy makes some."""
 
@@ -156,7 +159,8 @@ def _assemble(
         config, input_processor, kv_cache, scheduler, runner, hooks, info,
         memory.num_bytes, store, backend_fingerprint(backend), form,
         _identity(backend, form, info.max_model_len, tokenizer, config.chat_template, defaults),
-        _chat_format(manager.registry, config, text), observers,
+        _chat_format(manager.registry, config, text),
+        backend.num_short_tokens if isinstance(backend, HasShortContext) else None, observers,
     )
 
 

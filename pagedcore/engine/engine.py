@@ -96,7 +96,7 @@ class Engine(TextVerbs):
             tokenizer, scheduler, sequence_ids, self.hooks, self.clock, self.input_processor.eos_token_ids)
         self.requests = RequestTable(
             self, self.input_processor, self._outputs, scheduler, sequence_ids, self.clock, config.seed,
-            config.enable_prefix_caching,
+            config.enable_prefix_caching, components.num_short_tokens,
         )
         """All requests that were not removed, oldest first."""
         self._report = StepReport(scheduler, self._outputs)
@@ -110,7 +110,7 @@ class Engine(TextVerbs):
         )
         parking = Parking(
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
-            self.clock, self._steps.change,
+            self.clock, self._steps.change, components.num_short_tokens,
         )
         self.sessions = SessionStore(
             self.accept, self._step_or_sleep, self.input_processor, self.requests, parking, components.fingerprint,

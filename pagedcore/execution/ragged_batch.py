@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_manager import BlockManager
@@ -33,6 +34,7 @@ class RaggedBatch:
     kv_lens: Int64Array
     block_tables: Int32Array
     logits_rows: Int64Array
+    is_long: npt.NDArray[np.bool_] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -66,6 +68,8 @@ def build_batch(rows: ListOf[ScheduledRow], block_manager: BlockManager) -> Ragg
         block_size=block_manager.block_size,
         is_sampled=starts + counts == known,
     )
+    if any(one.is_long for one in sequences):
+        batch = replace(batch, is_long=np.array([one.is_long for one in sequences]))
     if all(one.prompt_logprobs is None for one in sequences):
         return batch
     scored = [

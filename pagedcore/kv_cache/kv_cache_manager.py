@@ -130,7 +130,8 @@ class KVCacheManager:
         """Free a sequence's table, and evict from either memory what it has computed and what continues that."""
         first_block = tuple(sequence.token_ids[: min(sequence.num_computed_tokens, self.device.block_size)])
         for cache in (self.device.cache, self.host.cache):
-            cache.evict_beginnings(sequence.cache_root, first_block)
+            for root in {sequence.cache_root, sequence.block_root}:
+                cache.evict_beginnings(root, first_block)
         self.device.evict_blocks(sequence.sequence_id, spares_shared=False)
 
     def bookkeeping(self) -> BlockSnapshot:

@@ -59,10 +59,10 @@ class FoundBlocks(NamedTuple):
 def contents(hasher: BlockHasher, sequence: Sequence, num_tokens: int, first_block: int = 0) -> Iterator[Content]:
     """Yield what each block of the first ``num_tokens`` positions holds; the last one may be partly filled."""
     size = hasher.block_size
-    parent_key = sequence.block_keys[first_block - 1] if first_block else sequence.cache_root
+    parent_key = sequence.block_keys[first_block - 1] if first_block else sequence.block_root
     for block in range(first_block, num_tokens // size):
         start = block * size
-        hasher.extend(sequence.block_keys, sequence.cache_root, sequence.token_ids, block + 1)
+        hasher.extend(sequence.block_keys, sequence.block_root, sequence.token_ids, block + 1)
         key = sequence.block_keys[block]
         yield Content(key, parent_key, tuple(sequence.token_ids[start : start + size]), block == 0)
         parent_key = key
@@ -91,6 +91,6 @@ def match_in(hasher: BlockHasher, sequence: Sequence, cache: PrefixCache) -> Pre
     size, limit = hasher.block_size, sequence.num_reusable_tokens
     full = find_blocks(hasher, sequence, limit - limit % size, cache)
     start, num_full = full.num_tokens, len(full.block_ids)
-    parent_key = sequence.block_keys[num_full - 1] if num_full else sequence.cache_root
+    parent_key = sequence.block_keys[num_full - 1] if num_full else sequence.block_root
     tail = cache.find_beginning(parent_key, tuple(sequence.token_ids[start : min(start + size, limit)]))
     return PrefixMatch(full.block_ids, tail, num_tokens=start + (tail[1] if tail is not None else 0))

@@ -136,6 +136,7 @@ class CandidateGroups:
             else:
                 beam = parent.branch(next(self.sequence_ids), seed=parent.seed)
                 beam.token_ids.append(survivor.token_id)
+                beam.follow_length()
                 self.open_text(group.request, beam, 0, group)
                 chosen.append(beam)
                 branches.append((beam, parent))

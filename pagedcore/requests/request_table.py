@@ -81,6 +81,8 @@ class RequestTable:
     seed: int
     """Requests without a seed of their own are seeded from this one, by their arrival."""
     shares_prefixes: bool
+    num_short_tokens: int | None = None
+    """As of a ``Sequence``: what the model says."""
     _by_id: dict[str, Request] = field(default_factory=dict, init=False)
     _labels: set[tuple[bytes, str | None]] = field(default_factory=set, init=False)
     _arrivals: Iterator[int] = field(default_factory=lambda: count(1), init=False)
@@ -216,6 +218,7 @@ class RequestTable:
             seed=snapshot.seed, stop_token_ids=self.inputs.stop_token_ids(snapshot.params),
             options=options.without_salt(), arrival=next(self._arrivals),
             cache_root=cache_root or self._root(options.salt, request_id, self.shares_prefixes and is_shared),
+            num_short_tokens=self.num_short_tokens,
         )
         sequence.move_to(SequenceStatus.FINISHED)
         sequence.num_prompt_tokens, sequence.finish_reason = snapshot.num_prompt_tokens, snapshot.finish_reason
@@ -298,6 +301,7 @@ class RequestTable:
                 next(ids), processed.token_ids, processed.params, max_tokens=processed.max_tokens,
                 seed=(seed + index * SEED_STRIDE) % SEED_RANGE, stop_token_ids=processed.stop_token_ids, options=seen,
                 arrival=arrival[0], arrival_s=arrival[1], cache_root=root,
+                num_short_tokens=self.num_short_tokens,
                 constraint=processed.constraint.branch() if processed.constraint is not None else None,
             )
             for index in range(num)

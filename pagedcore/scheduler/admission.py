@@ -209,7 +209,7 @@ class Admission:
         num_blocks = len(sequence.token_ids) // self._blocks.block_size
         first = start // self._blocks.block_size
         if first < num_blocks:
-            self._blocks.hasher.extend(sequence.block_keys, sequence.cache_root, sequence.token_ids, num_blocks)
+            self._blocks.hasher.extend(sequence.block_keys, sequence.block_root, sequence.token_ids, num_blocks)
             self._being_computed.update(sequence.block_keys[first:num_blocks])
 
     def _is_being_computed(self, candidate: Sequence, match: PrefixMatch) -> bool:
@@ -221,7 +221,7 @@ class Admission:
         next_block = match.num_tokens // size
         if (next_block + 1) * size > candidate.num_reusable_tokens:
             return False
-        self._blocks.hasher.extend(candidate.block_keys, candidate.cache_root, candidate.token_ids, next_block + 1)
+        self._blocks.hasher.extend(candidate.block_keys, candidate.block_root, candidate.token_ids, next_block + 1)
         return candidate.block_keys[next_block] in self._being_computed
 
 

@@ -398,6 +398,8 @@ class Scheduler:
             if reason is not None:
                 self.running.remove_sequence(sequence)
                 self._mark_finished(sequence, reason)
+            elif sequence.has_other_angles:
+                self.moves.begin_anew(sequence)
             news.append(NewToken(sequence, token_id, reason))
         return news
 
@@ -411,5 +413,8 @@ class Scheduler:
         sequence.move_to(_FINISHED)
         sequence.finish_reason = reason
         self.queues.note_length(sequence)
-        # Why: a step in flight has not filled all blocks of the table, so they cannot be copied to the host.
-        self.moves.free_finished(sequence, is_trusted=reason != "error", is_movable=self._in_flight is None)
+        # Why: a step in flight has not filled all blocks of the table, so they cannot be copied to the host; and its
+        # next turn finds none that were computed by other angles.
+        is_movable = self._in_flight is None and not sequence.has_other_angles
+        self.moves.free_finished(sequence, is_trusted=reason != "error", is_movable=is_movable)
+        sequence.follow_length()

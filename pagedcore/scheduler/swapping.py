@@ -226,11 +226,16 @@ class Swapping:
             self._blocks.evict_blocks(sequence.sequence_id, spares_shared=True)
         elif preemption.kind is PreemptionKind.SHRINK or not self._begin_swap_out(sequence, is_pinned=True):
             self._blocks.free_blocks(sequence)
-        sequence.reset_computed()
-        sequence.move_to(SequenceStatus.WAITING)
         sequence.num_preemptions += 1
         self._counters.num_preemptions[preemption.kind] += 1
-        self._waiting.push_preempted(sequence)
+        self._let_wait(sequence)
+
+    def begin_anew(self, sequence: Sequence) -> None:
+        """Let a running sequence wait whose length asks for other angles: all of it is computed again."""
+        self._running.remove_sequence(sequence)
+        self._blocks.free_blocks(sequence)
+        sequence.follow_length()
+        self._let_wait(sequence)
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -251,6 +256,11 @@ class Swapping:
         self._moving = {number: sequences[owner] for number, owner in state["moving"]}
         self.parked, self.due = set(state["parked"]), [self._host.in_flight[number] for number in state["due"]]
         self._reuse.restore(state)
+
+    def _let_wait(self, sequence: Sequence) -> None:
+        sequence.reset_computed()
+        sequence.move_to(SequenceStatus.WAITING)
+        self._waiting.push_preempted(sequence)
 
     def _begin_swap_out(self, sequence: Sequence, *, is_pinned: bool) -> bool:
         return self._book(sequence, self._kv_cache.begin_swap_out(sequence, is_pinned=is_pinned))

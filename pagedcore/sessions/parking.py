@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
@@ -91,6 +93,8 @@ class Parking:
     clock: Clock
     change: Callable[[], AbstractContextManager[None]]
     """Makes what is done within it complete or undone, and keeps other threads out."""
+    num_short_tokens: int | None = None
+    """As of a ``Sequence``."""
     _parked: dict[int, _Parked] = field(default_factory=dict, init=False)
     next_expiry_s: float = field(default=math.inf, init=False)
     """When ``expire`` has something to free next, in seconds of the clock."""
@@ -158,7 +162,7 @@ class Parking:
         kv = self.copy_kv(sequence)
         if kv is None:
             return None
-        spec = replace(self.spec(sequence.token_ids[: kv.num_tokens]), key=self.directory.secret)
+        spec = replace(self.spec(sequence.token_ids, kv.num_tokens), key=self.directory.secret)
         try:
             return ParkedFile(self.directory, self.directory.name_file(), spec, kv)
         except Exception as error:  # of whatever kind: no directory, no memory
@@ -221,10 +225,12 @@ class Parking:
             _log.warning("parking: KV could not be copied (%s); only tokens are kept", reason_of(error))
             return None
 
-    def spec(self, token_ids: list[int] | tuple[int, ...]) -> KVSpec:
-        """Describe the KV of these tokens as this engine makes it."""
+    def spec(self, token_ids: ListOf[int], num_tokens: int | None = None) -> KVSpec:
+        """Describe the KV of a sequence's first ``num_tokens`` tokens, or all, as this engine makes it."""
         block_bytes = self.store.block_bytes if self.store is not None else 0
-        return KVSpec(tuple(token_ids), self.scheduler.kv_cache.device.block_size, block_bytes, self.kv_format)
+        is_long = self.num_short_tokens is not None and len(token_ids) > self.num_short_tokens
+        form = sha256(f"{self.kv_format} long".encode()).hexdigest() if is_long else self.kv_format
+        return KVSpec(tuple(token_ids[:num_tokens]), self.scheduler.kv_cache.device.block_size, block_bytes, form)
 
     def unpark(self, sequence: Sequence) -> None:
         """Remove a sequence and its file from the ledger; blocks pinned on the host stay until they are loaded."""

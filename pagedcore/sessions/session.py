@@ -296,7 +296,7 @@ class Session(AbstractContextManager["Session"]):
             model=self._store.fingerprint, params=self._params, priority=self._options.priority,
             is_salted=self._options.cache_salt is not None,
             history=SequenceSnapshot.of(sequence) if sequence is not None else None, kv=kv,
-            kv_spec=self._store.describe_kv(self.token_ids[: kv.num_tokens]) if kv is not None else None,
+            kv_spec=self._store.describe_kv(self.token_ids, kv.num_tokens) if kv is not None else None,
         )
 
     def _require_open(self, what: str) -> Sequence | None:
@@ -351,9 +351,9 @@ class SessionStore:
         """Read and check a session's files; callable from any thread. Errors as ``Engine.import_session``."""
         return read_session(Path(path), self.fingerprint, self.input_processor, self.describe_kv)
 
-    def describe_kv(self, token_ids: tuple[int, ...]) -> KVSpec:
-        """Describe the KV of these tokens in a file that travels."""
-        return replace(self.parking.spec(token_ids), key=self.session_key)
+    def describe_kv(self, token_ids: tuple[int, ...], num_tokens: int | None = None) -> KVSpec:
+        """Describe the KV of a sequence's first ``num_tokens`` tokens, or all, in a file that travels."""
+        return replace(self.parking.spec(token_ids, num_tokens), key=self.session_key)
 
     def take_in(self, snapshot: SessionSnapshot, given: OptionKeywords) -> Session:
         """Make a session of a file's contents. Errors as ``Engine.import_session``."""

@@ -70,8 +70,8 @@ _NUM_BYTES_PER_TOKEN: Final = 80 + 46 * (MAX_LOGPROBS + 1)
 _MAX_LOGPROB: Final = 0.001
 """Above 0, because the logarithm of a certain token's probability is rounded."""
 
-DescribeKV = Callable[[tuple[int, ...]], KVSpec]
-"""Describes the KV of some tokens as this engine makes it."""
+DescribeKV = Callable[[tuple[int, ...], int], KVSpec]
+"""``(token_ids, num_tokens) -> spec`` of the KV of a sequence's first tokens, as this engine makes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +313,7 @@ def _kv(
     token_ids = history.token_ids if history is not None else ()
     num_tokens = _field(values, "num_tokens", integer(1, len(token_ids)))
     form = {name: _field(values, name, rule) for name, rule in _FORM.items()}
-    spec = describe_kv(token_ids[:num_tokens])
+    spec = describe_kv(token_ids, num_tokens)
     if form != _form_of(spec):
         _log.info("session file: its KV was made in another form than this engine's; it is computed again")
         return None

@@ -54,12 +54,16 @@ def one_by_one(rows: list[ScheduledRow], manager: BlockManager) -> RaggedBatch:
         np.array(values, dtype=np.int64)
         for values in (tokens, positions, [r.sequence.sequence_id for r in rows], slots, starts, [r.end for r in rows])
     ]
-    return RaggedBatch(*arrays, tables, np.array(wanted, dtype=np.int64))
+    is_long = [len(row.sequence.token_ids) > (row.sequence.num_short_tokens or 99) for row in rows]
+    return RaggedBatch(*arrays, tables, np.array(wanted, dtype=np.int64), np.array(is_long) if any(is_long) else None)
 
 
 def assert_same(actual: RaggedBatch, expected: RaggedBatch) -> None:
     for name in RaggedBatch.__slots__:
         left, right = getattr(actual, name), getattr(expected, name)
+        if right is None:
+            assert left is None
+            continue
         assert left.dtype == right.dtype, name
         assert left.flags.c_contiguous, name
         np.testing.assert_array_equal(left, right, err_msg=name)
@@ -73,10 +77,15 @@ row_shapes = st.integers(1, 40).flatmap(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(row_shapes, min_size=1, max_size=9), st.sampled_from([1, 3, 4, 16]))
-def test_batch_follows_the_definition(shapes: list[tuple[int, int, int]], block_size: int) -> None:
+@given(st.lists(row_shapes, min_size=1, max_size=9), st.sampled_from([1, 3, 4, 16]), st.sampled_from([None, 20]))
+def test_batch_follows_the_definition(
+    shapes: list[tuple[int, int, int]], block_size: int, num_short_tokens: int | None
+) -> None:
     """Every array is the one that a loop over rows and tokens would build."""
     rows, manager = make_rows(shapes, block_size)
+    for row in rows:
+        row.sequence.num_short_tokens = num_short_tokens
+        row.sequence.follow_length()
     assert_same(build_batch(rows, manager), one_by_one(rows, manager))
 
 

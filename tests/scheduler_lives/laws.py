@@ -13,8 +13,8 @@ from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_planner import StepPlanner
-from pagedcore.sequence import Sequence
-from support.doubles import ToyStore
+from pagedcore.sequence import Sequence, long_root
+from support.doubles import LONG, ToyStore
 
 
 class SimulationFailure(AssertionError):
@@ -50,6 +50,7 @@ def _require_true(registered: Mapping[bytes, Known], memory: np.ndarray, where: 
             parent = registered[parent.parent_key]
             start += len(parent.token_ids)
         is_true = tuple(tokens[:num_known]) == known.token_ids
+        start += LONG * parent.parent_key.endswith(long_root(b""))
         is_true = is_true and positions[:num_known] == list(range(start, start + num_known))
         require(is_true, f"{where} block {known.block_id} does not hold what it is known for")
 
@@ -158,7 +159,7 @@ def is_prefix_under_way(candidate: Sequence, plan: SchedulePlan, scheduler: Sche
     # Why both memories: what the host holds is loaded, and the block after it is the next to compute.
     end = size * (scheduler.kv_cache.match(candidate).num_tokens // size + 1)
     return end < len(candidate.token_ids) and any(
-        other.cache_root == candidate.cache_root
+        other.block_root == candidate.block_root
         and other.token_ids[:end] == candidate.token_ids[:end]
         and other.num_computed_tokens < end
         for other in (*scheduler.running, *plan.admitted)

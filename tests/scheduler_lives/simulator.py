@@ -186,6 +186,8 @@ class Simulation:
     """Whether batch formation is drawn too, from a generator of its own: gate, phases and the share of prefill."""
     has_policies: bool = False
     """Whether the policy is drawn from all there are, and one that changes its mind at random, with their options."""
+    num_short_tokens: int | None = None
+    """As of a sequence."""
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -210,6 +212,7 @@ class Simulation:
         self.arrived_s: dict[int, float] = {}
         self.last_phase = ""
         self.backend = FlakyBackend()
+        self.backend.num_short_tokens = self.num_short_tokens
         self.backend.allocate_kv(world.num_blocks, world.block_size)
         # Why: a chance of its own, so that lives in which nothing hangs are what they would be without it.
         self.fate = random.Random(f"hanging {self.seed}")
@@ -332,7 +335,8 @@ class Simulation:
             sequence = make_sequence(
                 prompt, max_tokens, sequence_id=self.num_arrived, priority=priority, arrival=arrival,
                 stop_token_ids=rng.sample(range(32), rng.choice([0, 0, 0, 4])), min_tokens=rng.choice([0, 0, 1]),
-                cache_root=root, arrival_s=self.clock.now(), **self._draw_options(),
+                cache_root=root, arrival_s=self.clock.now(), num_short_tokens=self.num_short_tokens,
+                **self._draw_options(),
             )
             self.num_arrived += 1
             if self._try_add(sequence):

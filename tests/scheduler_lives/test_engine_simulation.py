@@ -19,6 +19,7 @@ from scheduler_lives.engine_simulator import EngineSimulation
 from scheduler_lives.faults import NAMES
 from scheduler_lives.laws import SimulationFailure
 from scheduler_lives.simulator import Simulation
+from support.doubles import ToyBackend
 from support.torture import first_seed, scaled
 
 Patch = pytest.MonkeyPatch
@@ -75,6 +76,14 @@ def test_callers_of_an_engine_with_batch_formation(has_faults: bool) -> None:
     """Gates, phases and shares of prefill leave no caller without its completion, and no request without its end."""
     for seed in range(300, 308):
         EngineSimulation(seed, has_faults, has_formation=True).run()
+
+
+def test_callers_of_an_engine_with_a_short_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions that pass the border in a turn or between two, are parked or forked, and beams, read no slot that was
+    written by the other angles."""
+    for seed in range(400, 412):
+        monkeypatch.setattr(ToyBackend, "num_short_tokens", 5 + seed % 4)
+        EngineSimulation(seed, has_faults=seed % 2 == 1).run()
 
 
 def test_a_seed_leaves_the_same_trace_every_time() -> None:

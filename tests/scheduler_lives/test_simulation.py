@@ -69,6 +69,13 @@ def test_lives_with_every_policy(has_faults: bool) -> None:
     assert preempting >= {"priority", "deadline", "moody"}
 
 
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_lives_with_a_short_context(has_faults: bool) -> None:
+    """Sequences that become long are computed again under every policy, and no row reads what the other kind wrote."""
+    for seed in range(60):
+        Simulation(seed, has_faults, has_policies=seed % 2 == 0, num_short_tokens=3 + seed % 6).run()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("has_faults", [False, True])
 def test_many_lives_with_every_policy(has_faults: bool) -> None:

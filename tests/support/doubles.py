@@ -30,6 +30,8 @@ from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
 
 VOCAB_SIZE = 32
+LONG = 2**20
+"""What is added to the positions in slots of long sequences."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 _ids = count()
 
@@ -84,6 +86,8 @@ class ToyBackend:
     block_size = 4
     kv_bytes_per_token = 16
     is_schedule_invariant = True
+    num_short_tokens: int | None = None
+    """With a number, slots of long sequences are told from those of short ones, and no row reads both."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -112,13 +116,17 @@ class ToyBackend:
         for row in range(len(batch.kv_lens)):
             self._check_row(batch, row)
         self.slot_tokens[slots] = batch.token_ids[:num_tokens]
-        self.slot_positions[slots] = positions
+        shifts = [LONG * self._is_long(batch, row) for row in range(len(batch.kv_lens))]
+        self.slot_positions[slots] = positions + np.repeat(shifts, np.diff(batch.query_start))
         rows = np.searchsorted(batch.query_start, batch.logits_rows, side="right") - 1
         logits = [
             self.logits_after(self._read_back(batch, row, int(batch.positions[token]) + 1))
             for row, token in zip(rows.tolist(), batch.logits_rows.tolist(), strict=True)
         ]
         return np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size)
+
+    def _is_long(self, batch: RaggedRows, row: int) -> bool:
+        return batch.is_long is not None and bool(batch.is_long[row])
 
     def logits_after(self, token_ids: npt.NDArray[np.int64]) -> FloatArray:
         """Return the logits of the token after these: [vocab_size]."""
@@ -142,7 +150,10 @@ class ToyBackend:
     def _read_back(self, batch: RaggedRows, row: int, num_positions: int) -> npt.NDArray[np.int64]:
         slots = self._slots_of(batch, row, 0, num_positions)
         stored = self.slot_positions[slots]
-        assert np.array_equal(stored, np.arange(num_positions)), "a block holds other positions than it should"
+        is_long = self._is_long(batch, row)
+        wanted = np.arange(num_positions) + LONG * is_long
+        assert np.array_equal(stored, wanted), "a block holds other positions than it should, or other angles"
+        assert is_long or num_positions <= (self.num_short_tokens or num_positions), "a long row is told to be short"
         tokens: npt.NDArray[np.int64] = self.slot_tokens[slots]
         return tokens
 
@@ -314,6 +325,7 @@ def make_sequence(
     min_tokens: int = 0,
     cache_root: bytes = b"",
     arrival_s: float = 0.0,
+    num_short_tokens: int | None = None,
     **options: Any,
 ) -> Sequence:
     """Build a waiting sequence; ``prompt`` is its tokens or how many; ids and arrivals count up unless given."""
@@ -330,6 +342,7 @@ def make_sequence(
         arrival_s=arrival_s,
         arrival=number if arrival is None else arrival,
         cache_root=cache_root,
+        num_short_tokens=num_short_tokens,
     )
 
 

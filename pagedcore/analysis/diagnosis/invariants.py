@@ -116,7 +116,7 @@ def check(now: Snapshot, before: Snapshot | None = None) -> list[Violation]:
 def _states(sequences: Iterable[Sequence]) -> tuple[SequenceState, ...]:
     return tuple(
         SequenceState(
-            s.sequence_id, s.status, tuple(s.token_ids), s.num_computed_tokens, s.max_total_tokens, s.cache_root
+            s.sequence_id, s.status, tuple(s.token_ids), s.num_computed_tokens, s.max_total_tokens, s.block_root
         )
         for s in sequences
     )

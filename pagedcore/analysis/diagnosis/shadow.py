@@ -58,7 +58,7 @@ class ShadowTags:
         digests = self._digests.setdefault(sequence.sequence_id, [])
         for token_id in sequence.token_ids[len(digests) : end]:
             digests.append(hash((digests[-1] if digests else 0, token_id)))
-        tags = np.full((end - start, 3), hash(sequence.cache_root) or 1)
+        tags = np.full((end - start, 3), hash(sequence.block_root) or 1)
         tags[:, 1], tags[:, 2] = np.arange(start, end), digests[start:end]
         return tags
 

@@ -22,7 +22,8 @@ from typing import Any, Final
 from pagedcore.analysis.recorder.ring import Event, Segment
 from pagedcore.analysis.recorder.token_rows import TokenRows, decode
 from pagedcore.errors import RecordingError
-from pagedcore.kv_cache.block_hash import BlockHasher
+from pagedcore.kv_cache.block_hash import KEY_BYTES, BlockHasher
+from pagedcore.sequence import long_root
 from pagedcore.sessions.session_file import params_as_mapping
 
 FORMAT: Final = "pagedcore recording"
@@ -76,6 +77,7 @@ class _Writer:
         self._lives: dict[int, array[int]] = {}
         self._roots: dict[bytes, int] = {}
         self._words: dict[Any, str] = {}
+        self._has_long = False
 
     def lines(self, header: Mapping[str, Any], segments: Iterable[Segment]) -> Iterator[str]:
         """Yield the text of a file, line by line."""
@@ -118,6 +120,7 @@ class _Writer:
     def _described(self, described: Mapping[str, Any]) -> dict[str, Any]:
         life = self._lives[described["plain"]["sequence_id"]] = described["tokens"][:]
         plain = {name: self._word(name, value) for name, value in described["plain"].items()}
+        self._has_long |= "num_short_tokens" in plain
         found = {"plain": plain, "row": self._rows.add(described["root"], life)}
         for name in ("status", "num_keys", "num_scored", "num_sequences", "num_tokens"):
             found[name] = described[name]
@@ -152,26 +155,40 @@ class _Writer:
             while (parent := entries[chain[-1]][1]) >= 0:
                 chain.append(parent)
             tokens = array("q", [token for place in reversed(chain) for token in memory["tokens"][place]])
-            row = self._rows.add(memory["roots"][chain[-1]], tokens)
+            root, is_long = split_root(memory["roots"][chain[-1]])
+            self._has_long |= is_long
+            row = self._rows.add(root, tokens)
             for place in chain:
                 row_of.setdefault(place, row)
         rest = {name: value for name, value in memory.items() if name not in ("tokens", "roots", "entries")}
         lengths = [len(tokens) for tokens in memory["tokens"]]
-        return {**rest, "entries": [[*entry, row_of[n], lengths[n]] for n, entry in enumerate(entries)]}
+        # Why if: models with two kinds of angles are few, and files of others stay as they are.
+        long = [place for place, root in enumerate(memory["roots"]) if split_root(root)[1]]
+        return {**rest, **({"long": long} if long else {}),
+                "entries": [[*entry, row_of[n], lengths[n]] for n, entry in enumerate(entries)]}
 
-    def _places_of(self, keys: list[bytes]) -> list[tuple[int, int] | None]:
-        """Return (row, block) of each key, ``None`` where no row of this recording has it."""
-        places = _keys_of(self._hasher, self._rows.rows) if keys else {}
-        return [places.get(key) for key in keys]
+    def _places_of(self, keys: list[bytes]) -> list[tuple[int, ...] | None]:
+        """Return the place of each key as ``_keys_of``, ``None`` where no row of this recording has it."""
+        places = _keys_of(self._hasher, self._rows.rows, has_long=self._has_long) if keys else {}
+        return list(map(places.get, keys))
 
 
-def _keys_of(hasher: BlockHasher, rows: Iterable[tuple[bytes, array[int]]]) -> dict[bytes, tuple[int, int]]:
-    places: dict[bytes, tuple[int, int]] = {}
+def split_root(root: bytes) -> tuple[bytes, bool]:
+    """Return a root of short sequences, and whether this one is what ``long_root`` makes of it."""
+    return root[:KEY_BYTES], len(root) > KEY_BYTES
+
+
+def _keys_of(
+    hasher: BlockHasher, rows: Iterable[tuple[bytes, array[int]]], *, has_long: bool
+) -> dict[bytes, tuple[int, ...]]:
+    """Return the place of every key: (row, block), and a third number if it is one of a long sequence."""
+    places: dict[bytes, tuple[int, ...]] = {}
     for number, (root, tokens) in enumerate(rows):
-        keys: list[bytes] = []
-        hasher.extend(keys, root, tokens, len(tokens) // hasher.block_size)
-        for block, key in enumerate(keys):
-            places.setdefault(key, (number, block))
+        for mark in ((), (1,)) if has_long else ((),):
+            keys: list[bytes] = []
+            hasher.extend(keys, long_root(root) if mark else root, tokens, len(tokens) // hasher.block_size)
+            for block, key in enumerate(keys):
+                places.setdefault(key, (number, block, *mark))
     return places
 
 
@@ -258,14 +275,14 @@ def _state(segment: Mapping[str, Any], rows: list[tuple[int, array[int]]]) -> di
     for memory, num_blocks in ((state["device"], settings["num_blocks"]), (state["host"], settings["num_host_blocks"])):
         if len(memory["counts"]) != num_blocks:
             raise RecordingError("a pool is not as large as its settings say")
-        tokens, roots = list[Any](), list[bytes]()
+        tokens, roots, long = list[Any](), list[bytes](), set(memory.pop("long", ()))
         for entry in memory["entries"]:
             # Why first: parents come before what continues them, so this is where they end.
             start = memory["ends"][entry[1]] if entry[1] >= 0 else 0
             root, row = rows[entry[6]]
             memory.setdefault("ends", []).append(start + entry[7])
             tokens.append(tuple(row[start : start + entry[7]]))
-            roots.append(root_of(root))
+            roots.append(long_root(root_of(root)) if len(roots) in long else root_of(root))
         memory["entries"] = [entry[:6] for entry in memory["entries"]]
         memory["tokens"], memory["roots"] = tokens, roots
         memory.pop("ends", None)
@@ -277,8 +294,8 @@ def _state(segment: Mapping[str, Any], rows: list[tuple[int, array[int]]]) -> di
 
 def _keys_at(places: list[Any], rows: list[tuple[int, array[int]]], hasher: BlockHasher) -> list[bytes]:
     """Return the keys of blocks of rows; of an unknown one a key that no block has."""
-    known = {place: key for key, place in _keys_of(hasher, [(root_of(root), row) for root, row in rows]).items()} \
-        if any(places) else {}
+    has_long, own = any(len(place or ()) > 2 for place in places), [(root_of(root), row) for root, row in rows]
+    known = {place: key for key, place in _keys_of(hasher, own, has_long=has_long).items()} if any(places) else {}
     return [known[tuple(place)] if place else sha256(f"unknown {number}".encode()).digest()
             for number, place in enumerate(places)]
 

@@ -84,7 +84,7 @@ def restore(state: Mapping[str, Any], scheduler: Scheduler) -> dict[int, Replaye
     by_id = {one.sequence_id: one for one in map(sequence_of, state["sequences"])}
     for described in state["sequences"]:
         one = by_id[described["plain"]["sequence_id"]]
-        hasher.extend(one.block_keys, one.cache_root, one.token_ids, described["num_keys"])
+        hasher.extend(one.block_keys, one.block_root, one.token_ids, described["num_keys"])
     scheduler.restore(state, by_id)
     return by_id
 

@@ -199,7 +199,7 @@ class SegmentReplay:
             self._rows[number] = value["row"]
             hasher = self.scheduler.kv_cache.device.hasher
             del one.block_keys[value["num_keys"] :]
-            hasher.extend(one.block_keys, one.cache_root, one.token_ids, value["num_keys"])
+            hasher.extend(one.block_keys, one.block_root, one.token_ids, value["num_keys"])
             return one
         is_number = isinstance(value, int) and not isinstance(value, bool)
         return self.sequences.get(value, value) if is_number else value
