@@ -23,7 +23,7 @@ from pagedcore.models.checkpoints.pretrained import computing_dtype, find_file
 from pagedcore.models.checkpoints.quick_start import why_not_quick
 from pagedcore.models.checkpoints.weight_files import has_adapter
 from pagedcore.models.decoders.fused_match import NotFused, recognise
-from pagedcore.models.families.model_facts import configured_len, eos_token_ids, max_model_len
+from pagedcore.models.families.model_facts import configured_len, eos_token_ids, max_model_len, num_short_tokens
 from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.packed_experts import left_alone
 from pagedcore.models.transformers_model import redirect_attention
@@ -112,7 +112,9 @@ def _format_of(stored: object, dtype: torch.dtype) -> str:
 
 
 def _context_of(config: Any) -> str:
-    length, configured = max_model_len(config), configured_len(config)
+    length, configured, short = max_model_len(config), configured_len(config), num_short_tokens(config)
+    if short is not None:
+        return f"{length:,} tokens; with its {short + 1:,}th token a sequence is computed again, by the long factors"
     if length >= configured:
         return f"{length:,} tokens"
     return f"{length:,} of {configured:,} tokens: beyond, its angles follow the longest sequence of a whole batch"

@@ -26,6 +26,7 @@ from pagedcore.models.attention.layers import AttentionLayer, RecordingStep, lay
 from pagedcore.models.checkpoints import ownership
 from pagedcore.models.decoders.fused import best_decoder
 from pagedcore.models.decoders.graphed import GraphedSteps
+from pagedcore.models.decoders.long_angles import places_of
 from pagedcore.models.decoders.plain import Decoder, DecoderFactory, GreedyDecoder, PlainDecoder, call_model
 from pagedcore.models.families import model_facts, supported_models
 from pagedcore.models.families.llama_modules import ForCausalLM
@@ -99,14 +100,13 @@ class TransformersModel:
                 device.
         """
         self.name = str(model.config.model_type)
-        self.attention_name, self.device_name = attention_name, device.gpu_name
+        self._device, self.device_name, self.attention_name = device, device.gpu_name, attention_name
         self._is_quantized = quantization != "none"
         self._tolerance = max(QUANTIZED_TOLERANCE * self._is_quantized, INT8_KV_TOLERANCE * (kv_cache_dtype != "auto"))
         self.linear_name = linear_name if quantization == "none" else quantization
         self.dtype = model_facts.format_and_device(model)[0]
         """Number format of the weights, and of the K and V that are handed to the KV pool."""
-        self._device, self._attention_factory = device, attention_factory
-        needs = requirements_of(attention_factory)
+        self._attention_factory, needs = attention_factory, requirements_of(attention_factory)
         self._make_layout = layout_maker(attention_factory, kv_cache_dtype)
         self.block_size = block_size or needs.preferred_block_size(self.dtype)
         self.cache_store: KVPool | None = None
@@ -115,6 +115,7 @@ class TransformersModel:
         ownership.require_free(model)
         supported_models.check(model, self.name, device.kind)
         self.max_model_len = model_facts.max_model_len(model.config)
+        self.num_short_tokens = model_facts.num_short_tokens(model.config)
         self.eos_token_ids = model_facts.eos_token_ids(model)
         self.generation_config = model_facts.generation_fields(model)
         self.fingerprint = model_fingerprint(model, quantization)
@@ -162,7 +163,8 @@ class TransformersModel:
         attention = self._attention = self._attention_factory(self.cache_store.layout, self.cache_store.pool)
         if self._device.graphs is not None and isinstance(attention, RecordsLaunches):
             self._graphed = GraphedSteps(
-                self._decoder, attention, self.layers, self.dtype, self._device.torch_device, self._device.graphs)
+                self._decoder, attention, self.layers, self.dtype, self._device.torch_device, self._device.graphs,
+                self.num_short_tokens)
 
     def free_kv_bytes(self) -> int:
         """Bytes of memory that a KV pool could take now."""
@@ -216,7 +218,8 @@ class TransformersModel:
         send, wanted = self._device.send, batch.logits_rows
         attention.plan(batch)
         step = PagedStep(attention, self.layers, batch, self.dtype, send(batch.positions))
-        return step, send(batch.token_ids), step.positions, send(np.repeat(wanted, 2) if len(wanted) == 1 else wanted)
+        places = send(places_of(batch, self.num_short_tokens))
+        return step, send(batch.token_ids), places, send(np.repeat(wanted, 2) if len(wanted) == 1 else wanted)
 
     def _compute(self, attention: AttentionBackend, batch: RaggedRows) -> torch.Tensor:
         arguments = self._arguments(attention, batch)

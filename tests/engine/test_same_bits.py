@@ -47,6 +47,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixture of experts": ("qwen2_moe", {"num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 4}),
     "sliding window": ("gemma3_text", {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}),
 }
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    # Why this border: some answers pass it, others are before it or behind it from the first token on.
+    "longrope": ("phi3", {"num_hidden_layers": 2, "original_max_position_embeddings": 34, "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [3.0] * 8,
+        "original_max_position_embeddings": 34}}),
+}
 SAMPLED: list[dict[str, Any]] = [
     {}, {"temperature": 1.3, "top_k": 40, "repetition_penalty": 1.1, "presence_penalty": 0.5},
     {"temperature": 0.8, "top_p": 0.9},
@@ -137,13 +143,14 @@ FORMATS += [("dense", "bfloat16", "w8a8"), ("mixture of experts", "bfloat16", "w
             ("mixture of experts", "bfloat16", "w4a16"), ("dense", "bfloat16", "w8a16")]  # fmt: skip
 #: Checkpoints in a format of their own, by the kind of ``quantized_checkpoints``.
 FORMATS += [("dense", "bfloat16", "bnb-nf4"), ("mixture of experts", "float32", "ct-w4a16-order")]
+FORMATS += [("longrope", "float32", "none")]
 FORMATS += [(kind, dtype, "int8 KV") for kind, dtype in zip(KINDS, ("bfloat16", "bfloat16", "float32"), strict=True)]
 
 
 @pytest.fixture(scope="module", params=FORMATS, ids=str)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     kind, dtype, what = request.param
-    (family, changes), number_format, checkpoint = KINDS[kind], getattr(torch, dtype), None
+    (family, changes), number_format, checkpoint = {**KINDS, **LONG}[kind], getattr(torch, dtype), None
     quantization, kv_cache_dtype = ("none", "int8") if what == "int8 KV" else (what, "auto")
     linears: LinearFactory = QUANTIZERS.get(quantization, FASTEST)
     if what in CHECKPOINTS:

@@ -114,7 +114,7 @@ def test_what_a_model_refuses_is_said_before_a_weight_is_read(tmp_path: Path) ->
     data = file.read_bytes()
     os.truncate(file, 8 + int.from_bytes(data[:8], "little"))
     facts = diagnosis(str(tmp_path))
-    assert facts["context"].startswith("64 of 256 tokens: ")
-    assert "of a sequence of 64 tokens" in facts["memory"]
+    assert facts["context"] == "256 tokens; with its 65th token a sequence is computed again, by the long factors"
+    assert "of a sequence of 256 tokens" in facts["memory"]
     assert facts["refused"] == "text and chats, as there is no tokenizer"
     assert facts["tool calls"].startswith("in no format")

@@ -12,6 +12,7 @@ from pagedcore.execution import devices
 from pagedcore.execution.cuda_kv_pool import CudaKVPool
 from pagedcore.execution.devices import Device
 from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore.protocols import RaggedRows
 from pagedcore_kernels.layout import BlockLayout, TokenMajorLayout
 from pagedcore_kernels.reference import ReferenceAttention
 
@@ -65,12 +66,27 @@ class TokenMajorReference(ReferenceAttention):
     layout_type = TokenMajorLayout
 
 
+class FramedReference(TokenMajorReference):
+    """The same, of which decode steps can be recorded."""
+
+    def new_frame(self) -> int:
+        return 1
+
+    def plan_in(self, frame: int, batch: RaggedRows) -> int:
+        self.plan(batch)
+        return frame
+
+    def follow_stream(self) -> None:
+        """Nothing is launched."""
+
+
 class StandInBackends:
     """Registers the attention backends that compute on the stand-in."""
 
     @hookimpl
     def pagedcore_register(self, registry: Any) -> None:
         registry.attention.add("stand-in", "support.device_stand_in:TokenMajorReference")
+        registry.attention.add("framed", "support.device_stand_in:FramedReference")
         registry.attention.add("simulated", "kernels.cuda.simulated_driver:SimulatedAttention")
 
 

@@ -22,12 +22,13 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.attention.layers import AttentionLayer
 from pagedcore.models.decoders.fused_match import NotFused, Recognised, has_experts, recognise
+from pagedcore.models.decoders.long_angles import by_place
 from pagedcore.models.decoders.output_layer import OutputLayer
 from pagedcore.models.decoders.plain import Decoder, ModuleDecoder, router_products
 from pagedcore.models.decoders.recorded_steps import MOST_LOGITS, MOST_ROWS, RecordedSteps
 from pagedcore.models.decoders.step_rows import StepRows
 from pagedcore.models.families.llama_modules import embedding_scale
-from pagedcore.models.families.model_facts import max_model_len
+from pagedcore.models.families.model_facts import max_model_len, num_short_tokens
 from pagedcore.models.families.table import Family
 from pagedcore.models.linears.packed_experts import pack_experts
 from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, PackedLinear
@@ -156,9 +157,10 @@ class FusedLayer:
 
 
 class RotaryAngles:
-    """Cosines and sines by position, as ``RotaryEmbedding`` reads them, up to the longest context seen.
+    """Cosines and sines by place (see ``long_angles.py``), as ``RotaryEmbedding`` reads them, up to the longest context
+    seen.
 
-    Every variant whose angles depend on the position alone works, because the model's own module computes them.
+    Every variant whose angles depend on the place alone works, because the model's own module computes them.
 
     Invariant: a row never changes once it is in the table.
     """
@@ -169,7 +171,7 @@ class RotaryAngles:
         Args:
             rotary: called with a tensor of the model's dtype and positions [1, n]; returns cosines and sines [1, n, R].
             dtype: number format of the model.
-            limit: most positions; with more, angles may depend on more than the position.
+            limit: most places; with more, angles may depend on more than the place.
 
         Raises:
             ModelNotSupported: the module does not rotate two halves alike.
@@ -203,7 +205,7 @@ class RotaryAngles:
 
 def _angles_by_layer(model: Any, layers: Mapping[int, AttentionLayer]) -> list[RotaryAngles]:
     """Return the angles of each layer, made once for all layers of a kind; layers without positions turn by nothing."""
-    config, rotary = model.config, model.model.rotary_emb
+    config, rotary, short = model.config, model.model.rotary_emb, num_short_tokens(model.config)
     # Rule: modules with several kinds of angles have a dictionary of their types.
     kinds = config.layer_types if isinstance(rotary.rope_type, dict) else [None] * len(layers)
     is_turned = config.to_dict().get("no_rope_layers") or [1] * len(layers)
@@ -216,8 +218,8 @@ def _angles_by_layer(model: Any, layers: Mapping[int, AttentionLayer]) -> list[R
     for key in (keys := list(zip(kinds, map(bool, is_turned), strict=False))):
         kind, turns = key
         if key not in made:
-            turned = rotary if kind is None else partial(rotary, layer_type=kind)
-            made[key] = RotaryAngles(turned if turns else still, model.dtype, max_model_len(config))
+            turned = by_place(rotary if kind is None else partial(rotary, layer_type=kind), short)
+            made[key] = RotaryAngles(turned if turns else still, model.dtype, max_model_len(config) + (short or 0))
     return [made[key] for key in keys]
 
 

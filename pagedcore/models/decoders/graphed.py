@@ -21,6 +21,7 @@ import torch
 from pagedcore.execution.ragged_batch import RaggedBatch
 from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.decoders.long_angles import places_of
 from pagedcore.models.decoders.plain import Decoder
 from pagedcore.protocols import RaggedRows
 from pagedcore_kernels.interface import RecordsLaunches
@@ -45,7 +46,7 @@ class _Recording:
 
     frame: Any
     numbers: torch.Tensor
-    """int64 [2, T] on the device: token ids and positions."""
+    """int64 [3, T] on the device: token ids, positions and places (see ``long_angles.py``)."""
     rows: torch.Tensor
     """int64 [T] there: 0, 1, ..., T - 1, all of whose logits are wanted."""
     relies_on: Hashable = None
@@ -63,15 +64,16 @@ class GraphedSteps:
         dtype: of the KV pool.
         device: where the model computes.
         graphs: records launches.
+        num_short_tokens: as in ``places_of``.
     """
 
     def __init__(
         self, decoder: Decoder, attention: RecordsLaunches, layers: Mapping[int, AttentionLayer], dtype: torch.dtype,
-        device: torch.device, graphs: Graphs,
+        device: torch.device, graphs: Graphs, num_short_tokens: int | None = None,
     ) -> None:
         self._decoder, self._layers, self._dtype, self._device = decoder, layers, dtype, device
         self._attention: Any = attention
-        self._graphs = graphs
+        self._graphs, self._num_short_tokens = graphs, num_short_tokens
         self._recordings: dict[tuple[int, int], _Recording] = {}
         self.is_possible = True
         """Whether this model's steps can be recorded, as far as is known."""
@@ -90,11 +92,12 @@ class GraphedSteps:
         if recording is None:
             if (frame := self._attention.new_frame()) is None:
                 return None
-            numbers = torch.empty(2, len(padded.token_ids), dtype=torch.int64, device=self._device)
+            numbers = torch.empty(3, len(padded.token_ids), dtype=torch.int64, device=self._device)
             rows = torch.arange(len(padded.token_ids), device=self._device)
             recording = self._recordings[key] = _Recording(frame, numbers, rows)
         relies_on = self._attention.plan_in(recording.frame, padded)
-        staged = torch.from_numpy(np.stack((padded.token_ids, padded.positions)))
+        places = places_of(padded, self._num_short_tokens)
+        staged = torch.from_numpy(np.stack((padded.token_ids, padded.positions, places)))
         # Why pinned: the copy is not waited for, and torch keeps such memory until it was made.
         recording.numbers.copy_(staged.pin_memory() if self._device.type == "cuda" else staged, non_blocking=True)
         if recording.made is None or recording.relies_on != relies_on:
@@ -106,12 +109,12 @@ class GraphedSteps:
 
     def _record(self, recording: _Recording, padded: RaggedBatch, num_rows: int) -> torch.Tensor | None:
         """Compute a step as usual, record it, and compare; if that is impossible, never try again."""
-        token_ids, positions = recording.numbers
+        token_ids, positions, places = recording.numbers
         step = PagedStep(self._attention, self._layers, padded, self._dtype, positions)
 
         def compute() -> torch.Tensor:
             self._attention.follow_stream()
-            return self._decoder(step, token_ids, positions, recording.rows)
+            return self._decoder(step, token_ids, places, recording.rows)
 
         expected = compute()[:num_rows]
         try:
@@ -154,4 +157,5 @@ def _padded(batch: RaggedRows) -> RaggedBatch:
     return RaggedBatch(
         **tokens, seq_ids=up_to(batch.seq_ids, most, -1), kv_lens=up_to(batch.kv_lens, most, 0), block_tables=tables,
         query_start=up_to(batch.query_start, most + 1, num_rows), logits_rows=np.arange(most),
+        is_long=None if batch.is_long is None else up_to(batch.is_long, most, False),
     )

@@ -13,8 +13,9 @@ import torch
 
 from pagedcore.models.attention.interface import PagedStep, attention_step
 from pagedcore.models.attention.layers import AttentionLayer, RecordingStep
+from pagedcore.models.decoders.long_angles import turn_by_place
 from pagedcore.models.decoders.whole_vectors import calls_seen, complete_vectors
-from pagedcore.models.families.model_facts import format_and_device
+from pagedcore.models.families.model_facts import format_and_device, num_short_tokens
 from pagedcore.models.linears.packed_experts import pack_experts
 from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
 from pagedcore.models.linears.schemes import QuantizedLinears
@@ -42,7 +43,7 @@ class Decoder(Protocol):
         Args:
             step: takes the attention calls.
             token_ids: int64 [T], T at least 2.
-            positions: int64 [T].
+            positions: int64 [T], or places; see ``long_angles.py``.
             rows: int64 [S], S not 1: those of the T tokens whose logits are wanted.
 
         Returns:
@@ -82,6 +83,7 @@ class PlainDecoder(Decoder):
 
     def __init__(self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused) -> None:
         self._model = model
+        turn_by_place(model, num_short_tokens(model.config))
 
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor

@@ -11,7 +11,10 @@ from typing import Any, Final
 import torch
 
 from pagedcore.errors import InvalidConfig, ModelNotSupported
+from pagedcore.models.families.table import FAMILIES
 
+_TURN_ALONE: Final = frozenset({"phimoe"})
+"""Architectures beside the families that read positions for nothing but the angles of queries and keys."""
 _LENGTH_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 
 
@@ -29,23 +32,44 @@ def format_and_device(model: Any) -> tuple[torch.dtype, torch.device]:
 def max_model_len(config: Any) -> int:
     """Return the longest context at which the model computes the same as it would with one sequence alone.
 
-    Rotary embeddings of type "dynamic" and "longrope" change the frequencies of a whole batch when its longest
-    sequence passes the original length, so they are held below it. "yarn" and "linear" stretch the context by a factor.
+    Rotary embeddings of type "dynamic" change the frequencies of a whole batch when its longest sequence passes the
+    original length, so they are held below it; so are those of type "longrope" unless there is a ``num_short_tokens``.
+    "yarn" and "linear" stretch the context by a factor.
 
     Raises:
         ModelNotSupported: the configuration names no length.
     """
-    length = configured_len(config)
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    of_layers = [value for value in parameters.values() if isinstance(value, Mapping)]
-    for rope in of_layers or [parameters]:
-        kind = rope.get("rope_type") or rope.get("type")
-        original = int(rope.get("original_max_position_embeddings") or length)
-        if kind in ("dynamic", "longrope"):
+    length, short = configured_len(config), num_short_tokens(config)
+    for kind, original, rope in _ropes(config):
+        if kind == "dynamic" or (kind == "longrope" and short is None):
             length = min(length, original)
         elif kind == "yarn":
             length = max(length, int(original * float(rope.get("factor") or 1.0)))
     return length
+
+
+def num_short_tokens(config: Any) -> int | None:
+    """Return the tokens of the longest sequence that "longrope" turns by its short factors; longer ones by the others.
+
+    ``None``: no sequence is longer, or the architecture is not one of those that read positions for this alone.
+    Raises as ``max_model_len``.
+    """
+    if config.model_type not in FAMILIES and config.model_type not in _TURN_ALONE:
+        return None
+    originals = {original for kind, original, _ in _ropes(config) if kind == "longrope"}
+    return originals.pop() if len(originals) == 1 and min(originals) < configured_len(config) else None
+
+
+def _ropes(config: Any) -> list[tuple[str, int, Mapping[str, Any]]]:
+    """Return the kind, the original length and all parameters of each rotary embedding."""
+    length = configured_len(config)
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    of_layers = [value for value in parameters.values() if isinstance(value, Mapping)]
+    return [
+        (str(rope.get("rope_type") or rope.get("type")),
+         int(rope.get("original_max_position_embeddings") or length), rope)
+        for rope in of_layers or [parameters]
+    ]
 
 
 def generation_fields(model: Any) -> dict[str, Any]:

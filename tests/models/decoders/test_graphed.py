@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -77,6 +78,17 @@ def test_padding_is_no_row() -> None:
     assert batch.query_start.tolist() == [0, 1, 2, 3, 3]
     assert batch.kv_lens.tolist() == [4, 10, 5, 0]
     assert batch.slot_mapping.tolist() == [503, 1009, 1504, -1]
+
+
+def test_long_rows_stand_elsewhere() -> None:
+    """Rows of both kinds are one recording: what the decoder is told is their places."""
+    steps = GraphedSteps(decoder, Frames(), {}, torch.float32, torch.device("cpu"), Repeats(), num_short_tokens=100)
+    for is_long in ((False, True, True), (True, False, False)):
+        batch = dataclasses.replace(decode(3, 9, 4), is_long=np.array(is_long))
+        found = steps.run(batch)
+        assert found is not None
+        wanted = [(7 + row) * 1000.0 + at + 100 * is_long[row] for row, at in enumerate((3, 9, 4))]
+        assert found[:, 0].tolist() == wanted
 
 
 @pytest.mark.parametrize("batch", [

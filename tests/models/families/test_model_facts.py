@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pagedcore.errors import InvalidConfig, ModelNotSupported
-from pagedcore.models.families.model_facts import eos_token_ids, max_model_len
+from pagedcore.models.families.model_facts import eos_token_ids, max_model_len, num_short_tokens
 
 
 def config(**fields: Any) -> Any:
@@ -36,6 +36,21 @@ def config(**fields: Any) -> Any:
 def test_longest_context_is_that_of_one_sequence_alone(fields: dict[str, Any], expected: int) -> None:
     """Stretched embeddings count where they are the same for every batch; those that follow the batch do not."""
     assert max_model_len(config(**fields)) == expected
+
+
+@pytest.mark.parametrize(("family", "original", "expected"), [
+    ("phi3", 4096, (131072, 4096)), ("phimoe", 4096, (131072, 4096)), ("phi3", 131072, (131072, None)),
+    ("phi4_multimodal", 4096, (4096, None)),
+])
+def test_longrope_has_two_kinds_of_angles(family: str, original: int, expected: tuple[int, int | None]) -> None:
+    """Where positions are known to be read for angles alone, the context is whole, and sequences are of two kinds."""
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": original}
+    made = SimpleNamespace(model_type=family, max_position_embeddings=131072, rope_parameters=rope)
+    assert (max_model_len(made), num_short_tokens(made)) == expected
+    made.rope_parameters = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
+    assert (max_model_len(made), num_short_tokens(made)) == expected
+    made.rope_parameters["other"] = {**rope, "original_max_position_embeddings": 64}
+    assert (max_model_len(made), num_short_tokens(made)) == (64, None)
 
 
 def test_a_configuration_without_a_length_is_refused() -> None:
