@@ -115,12 +115,15 @@ def test_long_and_short_neighbours_share_nothing(backend: TransformersModel) -> 
         assert bits(output) == bits(alone(backend, prompt)), len(prompt)
 
 
+@pytest.mark.parametrize("num_tokens", [6, 8])
 @pytest.mark.parametrize("how", ["in place", "host", "disk", "exported"])
 def test_a_turn_that_passes_the_border_finds_nothing(
-    how: Any, backend: TransformersModel, tmp_path: Path
+    how: Any, num_tokens: int, backend: TransformersModel, tmp_path: Path
 ) -> None:
-    """However the first turn was kept, the second one is a request with all tokens, scores of the prompt included."""
-    params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+    """However the first turn was kept, the second one is a request with all tokens, scores of the prompt included; also
+    where the last token of the first turn was already beyond the border, and no step has followed it.
+    """
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=2)
     with Engine.from_pretrained(backend, **SMALL, host_kv_memory="4MiB", check_invariants=True) as engine:
         session = engine.session(params)
         first = session.ask(prompts()[2])
@@ -128,12 +131,23 @@ def test_a_turn_that_passes_the_border_finds_nothing(
             session.export(tmp_path / "session")
             session = engine.import_session(tmp_path / "session")
         elif how != "in place":
-            assert session.park(how).tier == how
+            assert session.park(how).tier == (how if num_tokens == 6 else "tokens")
         second = session.ask([7, 8, 9])
     whole = alone(backend, [*prompts()[2], *first.outputs[0].token_ids, 7, 8, 9], params)
     assert bits(second) == bits(whole)
     assert second.prompt_logprobs == whole.prompt_logprobs
     assert second.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_what_the_next_turn_cannot_read_is_not_copied_to_the_host(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session's blocks go there when a turn ends, unless its last token was the one that passed the border."""
+    monkeypatch.setattr(ToyBackend, "num_short_tokens", 9)
+    with toy_engine(host_kv_memory=24 * 4 * 16, preemption="swap") as engine:
+        engine.session().ask([1, 2, 3, 4, 5, 6, 7, 8], SamplingParams(max_tokens=num_tokens, ignore_eos=True))
+        assert engine.stats().num_host_blocks_cached == (2 if num_tokens == 1 else 0)
 
 
 def test_kv_of_one_kind_is_not_read_for_the_other(backend: TransformersModel, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def places_of(batch: RaggedRows, num_short_tokens: int | None) -> Int64Array:
     if num_short_tokens is None or batch.is_long is None:
         return batch.positions
     shifts = np.repeat(batch.is_long * np.int64(num_short_tokens), np.diff(batch.query_start))
-    return batch.positions + np.pad(shifts, (0, len(batch.positions) - len(shifts)), mode="edge")
+    return batch.positions + np.pad(shifts, (0, len(batch.positions) - len(shifts)))
 
 
 def by_place(rotary: Rotary, num_short_tokens: int | None) -> Rotary:

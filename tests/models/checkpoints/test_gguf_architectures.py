@@ -24,9 +24,9 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "
 GEMMA: dict[str, Any] = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
                          "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
 FACTORS = {"short_factor": [1.0 + number / 50 for number in range(24)], "long_factor": [2.0] * 24}
-#: Angles of Phi-4-mini, of three quarters of a head.
+#: Angles of Phi-4-mini, of three quarters of a head; one of the prompts is longer than the original context.
 LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **FACTORS,
-                        "original_max_position_embeddings": 64, "attention_factor": 1.3}
+                        "original_max_position_embeddings": 24, "attention_factor": 1.3}
 LONG_TENSORS = {f"rope_factors_{name}.weight": floats("f32", np.array(FACTORS[f"{name}_factor"]))
                 for name in ("long", "short")}
 MINISTRAL: dict[str, Any] = {**YARN, "beta_fast": 0.5, "beta_slow": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0,
@@ -42,7 +42,7 @@ OSS: dict[str, Any] = {**YARN, "beta_fast": 0.5, "beta_slow": 0.1, "truncate": F
     ("qwen3_moe", ("q4_k", "q3_k", "q6_k"), {}, {}),
     ("qwen3_moe", ("f16",), {}, {"tie_word_embeddings": True}),
     ("phi3", ("q8_0", "q4_0"), {"more_tensors": LONG_TENSORS}, {
-        "sliding_window": 8, "max_position_embeddings": 256, "original_max_position_embeddings": 64,
+        "sliding_window": 8, "max_position_embeddings": 256, "original_max_position_embeddings": 24,
         "rope_parameters": LONG}),
     ("granite", ("q2_k",), {}, {"tie_word_embeddings": True}),
     ("ministral3", ("q8_0",), {}, {"rope_parameters": MINISTRAL, **SHORT_CONTEXT}),
