@@ -56,7 +56,8 @@ class Sequence:
     Each step moves ``num_computed_tokens`` towards ``len(token_ids)``; there is no prefill or decode state.
 
     Invariant: 0 <= num_computed_tokens < len(token_ids) while waiting or running.
-    Invariant: token ids are only ever appended, so ``block_keys`` stay valid.
+    Invariant: token ids are only ever appended, so ``block_keys`` stay valid while ``is_long`` does.
+    Invariant: between two steps ``is_long`` is what the number of tokens says.
     """
 
     sequence_id: int

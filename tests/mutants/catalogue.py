@@ -421,6 +421,25 @@ TOOLS = (
            "adapters/langchain/test_tools.py::test_arguments_that_are_not_sound_are_invalid_calls"),
 )
 
+LENGTHS = (
+    Mutant("A long sequence shares the blocks of short ones.", "pagedcore/sequence.py",
+           "long_root(self.cache_root) if self.is_long else self.cache_root", "self.cache_root",
+           "engine/test_long_angles.py::test_long_and_short_neighbours_share_nothing"),
+    Mutant("KV of a long session is read for a short one.", "pagedcore/sessions/parking.py",
+           "len(token_ids) > self.num_short_tokens", "False",
+           "engine/test_long_angles.py::test_kv_of_one_kind_is_not_read_for_the_other"),
+    Mutant("A beam that becomes long finds what its parent had computed.", "pagedcore/requests/candidate_groups.py",
+           "                beam.follow_length()\n", "",
+           "engine/test_long_angles.py::test_beams_across_the_border_are_those_of_generate"),
+    Mutant("A session whose last token passed the border exports keys of the other kind.",
+           "pagedcore/scheduler/scheduler.py", "        sequence.follow_length()\n", "",
+           "engine/test_long_angles.py::test_a_turn_that_passes_the_border_finds_nothing"),
+    Mutant("A recording takes the blocks of long sequences for those of short ones.",
+           "pagedcore/analysis/recorder/recording.py", "long_root(root_of(root)) if len(roots) in long else", "",
+           "engine/test_long_angles.py::test_recordings_tell_long_from_short"),
+)
+
 MUTANTS = (
     *REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *STRUCTURED, *SIMULATION, *POLICIES, *TOOLS,
+    *LENGTHS,
 )
