@@ -68,12 +68,14 @@ def kv_format(backend: ModelBackend, block_size: int) -> str:
     import torch
 
     from pagedcore._version import __version__
+    from pagedcore_kernels.cpu.attention.attend_pairs import form_of_attention
     from pagedcore_kernels.cpu.matmul.packed import products_here
 
     facts = description_of(backend)
     parts = [
         type(backend).__name__, block_size, backend.kv_bytes_per_token, facts.attention_name, facts.linear_name,
         facts.layout(block_size), __version__, torch.__version__, this_machine().instruction_sets, products_here(),
+        form_of_attention(),
         # Safety: a signature of KV covers this digest. What the rest of a session's file says of its model anybody can
         # write there, and engines with other weights may have the same key.
         backend_fingerprint(backend),

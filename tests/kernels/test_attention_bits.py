@@ -19,10 +19,24 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.attention_cases import LAYER, Rows, Shape, Tokens, nan_pool, random_tables, run
+from kernels.attention_cases import (
+    LAYER,
+    Rows,
+    Shape,
+    Tokens,
+    assert_close,
+    expected,
+    nan_pool,
+    random_tables,
+    run,
+)
 from pagedcore_kernels.cpu.attention.attend import attention_kernel
+from pagedcore_kernels.cpu.attention.attend_pairs import PairVariant, pair_attention_kernel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.cpu.attention.variants import Variant
+from pagedcore_kernels.cpu.features import has_instructions
+from pagedcore_kernels.cpu.matmul.amx import may_use_tiles
+from pagedcore_kernels.cpu.matmul.tiles import MATRIX_UNITS, PAIRS
 from pagedcore_kernels.cpu.runtime.threads import Computing
 
 SHAPES = [
@@ -66,12 +80,16 @@ def new_backend(shape: Shape, num_blocks: int) -> NumbaCpuAttention:
     return NumbaCpuAttention(shape.layout, nan_pool(shape.layout, num_blocks))
 
 
-def in_steps(shape: Shape, tokens: Tokens, chunks: Sequence[int], seed: int, **options: Any) -> torch.Tensor:
-    """Compute a whole sequence in chunks of the given sizes; returns [L, H, Dv]."""
+def in_steps(
+    shape: Shape, tokens: Tokens, chunks: Sequence[int], seed: int, variant: PairVariant | None = None, **options: Any
+) -> torch.Tensor:
+    """Compute a whole sequence in chunks of the given sizes, by the backend's own kernel or a variant; [L, H, Dv]."""
     length = len(tokens.query)
     num_blocks = -(-length // shape.block_size) + 2
     tables = random_tables([(length, length)], shape.block_size, num_blocks, seed)
     backend = new_backend(shape, num_blocks)
+    if variant is not None:
+        backend._kernels[LAYER, shape.group, backend._form] = variant.queries, pair_attention_kernel(variant)
     outputs, end = [], 0
     for size in chunks:
         end += size
@@ -180,8 +198,33 @@ def test_number_of_registers_changes_no_bit(budget: int, shape: Shape) -> None:
         is_int8=shape.is_int8,
     )
     own = dataclasses.replace(own, queries=3)
-    backend._kernels[LAYER, shape.group] = own.queries, attention_kernel(own)
+    backend._kernels[LAYER, shape.group, None] = own.queries, attention_kernel(own)
     assert same_bits(backend.attend(LAYER, tokens.query, scale=shape.scale), usual)
+
+
+FORMS = [
+    pytest.param(PAIRS, marks=pytest.mark.skipif(not has_instructions("avx512bf16"), reason="no such instructions")),
+    pytest.param(MATRIX_UNITS, marks=pytest.mark.skipif(not may_use_tiles(MATRIX_UNITS), reason="no matrix units")),
+]
+"""Ways to compute in bfloat16, the one of this processor and another one that it has."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_bfloat16_is_right_and_the_same_by_vectors_and_on_matrix_units(form: int) -> None:
+    """Either way agrees with float64 under every option, and neither chunks nor other work items change a bit.
+
+    Heads of 80 and 40 elements fill neither a tile nor a panel; the item of 32 rows holds ten queries of three heads.
+    """
+    shape = Shape(3, 2, 80, 40, 16, torch.bfloat16)
+    tokens = sharp(shape, LENGTH, seed=1)
+    rows = Rows([(LENGTH, LENGTH)], np.zeros((1, LENGTH), np.int32), shape.block_size)
+    chosen = PairVariant.choose(form, shape.group, shape.key_size, shape.value_size, shape.block_size)
+    small = dataclasses.replace(chosen, rows=32, queries=10)
+    for options in [with_sinks(option, shape.heads) for option in OPTIONS]:
+        output = in_steps(shape, tokens, [LENGTH], 2, chosen, **options)
+        assert_close(output, expected(rows, [tokens], shape, **options))
+        for chunks, variant in (([LENGTH - 101, 1, 40, 1, 59], chosen), ([LENGTH], small), ([1] * LENGTH, small)):
+            assert same_bits(in_steps(shape, tokens, chunks, 3, variant, **options), output)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5]], ids=str)
@@ -215,7 +258,7 @@ print(digest_of_steps(is_int8=IS_INT8))
 
 def digest_of_steps(*, is_int8: bool) -> str:
     """A checksum over the output bits of a computation with every option."""
-    shape = Shape(3, 2, 24, 20, 4, torch.bfloat16, is_int8)
+    shape = Shape(3, 2, 24, 20, 4, torch.bfloat16 if is_int8 else torch.float32, is_int8)
     options = {"window": 200, "softcap": 5.0, "sinks": torch.linspace(-4, 4, shape.heads)}
     output = in_steps(shape, Tokens.random(shape, LENGTH, seed=1), [LENGTH - 40, 1, 39], seed=2, **options)
     return hashlib.sha256(output.view(torch.int16).numpy().tobytes()).hexdigest()

@@ -30,6 +30,14 @@ def has_fused_vectors() -> bool:
     return has_wide_vectors() or has_instructions("avx2", "fma")
 
 
+def has_fast_pairs() -> bool:
+    """Whether products of pairs of bfloat16 take vectors less time than those of float32.
+
+    Why by name: on a Xeon attention took a third longer with them; on Zen 4 and 5 an instruction does twice the work.
+    """
+    return bool(llvmlite.binding.get_host_cpu_name().startswith("znver")) and has_instructions("avx512bf16")
+
+
 def may_stream() -> bool:
     """Whether to store large outputs past the caches.
 

@@ -16,6 +16,8 @@ position of a work item is never read.
 
 Of int8 pools the products take the whole numbers. A score is multiplied by the scale of its key once it is summed up,
 a weight by the scale of its value once it is in the sum of weights.
+
+``attend_pairs.py`` is the kernel of bfloat16 pools on processors that multiply pairs of bfloat16.
 """
 
 from __future__ import annotations
@@ -97,7 +99,7 @@ _ONE = np.float32(1.0)
 
 
 @njit(inline="always")
-def _first_visible(position: int, window: int, chunk: int) -> int:
+def first_visible(position: int, window: int, chunk: int) -> int:
     """First position that ``position`` may see."""
     first = 0
     if window > 0:
@@ -108,7 +110,7 @@ def _first_visible(position: int, window: int, chunk: int) -> int:
 
 
 @njit(inline="always")
-def _locate(p: int, item: int, head_tiles: int) -> tuple[int, int, int, int, int, int, int]:
+def locate(p: int, item: int, head_tiles: int) -> tuple[int, int, int, int, int, int, int]:
     """Say what a work item is about.
 
     Returns:
@@ -200,14 +202,14 @@ def attention_kernel(variant: Variant) -> Kernel:
         while next_item < num_items:
             # Why: claimed ahead, the item after this one is known, and its first keys can be asked for.
             item, next_item = next_item, claim(load_int64(p, COUNTER))
-            sequence, num_tokens, table, start, position, kv_head, head_tile = _locate(p, item, head_tiles)
+            sequence, num_tokens, table, start, position, kv_head, head_tile = locate(p, item, head_tiles)
             num_heads, first_head = min(heads, group - head_tile * heads), kv_head * group + head_tile * heads
             num_queries = min(queries, num_tokens - start)
             token = load_int64(load_int64(p, QUERY_START), sequence) + start
             keys = load_int64(p, KEY_OFFSET) + kv_head * key_bytes
             values = load_int64(p, VALUE_OFFSET) + kv_head * value_bytes
-            _, _, next_table, _, next_position, next_head, _ = _locate(p, min(next_item, num_items - 1), head_tiles)
-            next_first = _first_visible(next_position, window, chunk) // block_size
+            _, _, next_table, _, next_position, next_head, _ = locate(p, min(next_item, num_items - 1), head_tiles)
+            next_first = first_visible(next_position, window, chunk) // block_size
             num_next = min(next_position // block_size + 1 - next_first, grouped)
             next_key_offset = load_int64(p, KEY_OFFSET) + next_head * key_bytes
 
@@ -226,7 +228,7 @@ def attention_kernel(variant: Variant) -> Kernel:
 
             # All tiles that any row sees; their columns ``low`` to ``high`` are the positions any row sees.
             end = position + num_queries
-            first = _first_visible(position, window, chunk)
+            first = first_visible(position, window, chunk)
             tile_start = first // TILE * TILE
             while tile_start < end:
                 low, high = max(first - tile_start, 0), min(TILE, end - tile_start)
@@ -268,7 +270,7 @@ def attention_kernel(variant: Variant) -> Kernel:
                 # Weights, in place of the scores.
                 first_vector, last_vector = low // LANES, (high + LANES - 1) // LANES
                 for i in range(num_queries):
-                    row_low = max(_first_visible(position + i, window, chunk) - tile_start, 0)
+                    row_low = max(first_visible(position + i, window, chunk) - tile_start, 0)
                     row_high = min(position + i + 1 - tile_start, high)
                     for h in range(num_heads):
                         row = i * heads + h

@@ -10,6 +10,7 @@ import torch
 
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.cpu.attention import attend, write_kv
+from pagedcore_kernels.cpu.attention.attend_pairs import PairVariant, form_of_attention, pair_attention_kernel
 from pagedcore_kernels.cpu.attention.step_words import StepWords
 from pagedcore_kernels.cpu.attention.variants import TILE, Variant
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
@@ -55,7 +56,8 @@ class NumbaCpuAttention:
         self._pool = pool
         self._is_bf16 = dtype == torch.bfloat16
         self._plan: StepPlan | None = None
-        self._kernels: dict[tuple[int, int], tuple[int, Kernel]] = {}
+        self._kernels: dict[tuple[int, int, int | None], tuple[int, Kernel]] = {}
+        self._form = form_of_attention() if self._is_bf16 and not self._is_int8 else None
         self._words = StepWords()
         self._attend_parameters = ParameterBlock(attend.NUM_ARGUMENTS)
         self._write_parameters = ParameterBlock(write_kv.NUM_ARGUMENTS)
@@ -158,7 +160,9 @@ class NumbaCpuAttention:
         if plan.num_computed < plan.num_tokens:
             output[plan.num_computed :] = 0
         group = query.shape[1] // shape.num_kv_heads
-        queries, kernel = self._attention_kernel(layer, group)
+        # Why: in pairs the largest score is looked for before it is scaled.
+        form = self._form if scale > 0 else None
+        queries, kernel = self._attention_kernel(layer, group, form)
         tiles = self._words.tiles(queries)
         sink_values = None if sinks is None else sinks.to(torch.float32).contiguous()
         parameters = self._attend_parameters
@@ -179,26 +183,37 @@ class NumbaCpuAttention:
             max(0, chunk),
             0 if sink_values is None else sink_values.data_ptr(),
         )
-        # Why: exponentials are powers of two; the factor log2(e) goes where it costs nothing.
+        # Why: exponentials are powers of two; the factor log2(e) goes where it costs nothing. Queries are scaled before
+        # their scores are capped, or, in pairs, not at all.
+        of_query, of_score = (scale, 1.0) if form is None else (1.0, scale)
         for word, number in (
-            (attend.SCALE, scale if softcap > 0 else scale * LOG2_E),
-            (attend.CAP_INVERSE, 1.0 / softcap if softcap > 0 else 0.0),
+            (attend.SCALE, of_query if softcap > 0 else scale * LOG2_E),
+            (attend.CAP_INVERSE, of_score / softcap if softcap > 0 else 0.0),
             (attend.CAP, softcap * LOG2_E if softcap > 0 else 0.0),
         ):
             parameters.set_float(word - parameters.FIRST, number)
         resize = self._words.sizes_of_attention, queries, query.shape[1], (attend.BLOCK_TABLES, attend.TILE_ROWS)
         self._run(kernel, parameters, tiles[-1] * query.shape[1], resize)
 
-    def _attention_kernel(self, layer: int, group: int) -> tuple[int, Kernel]:
-        """The kernel for ``group`` query heads per KV head, and how many tokens its work items take."""
-        if (layer, group) not in self._kernels:
-            shape = self._layout.layers[layer]
+    def _attention_kernel(self, layer: int, group: int, form: int | None) -> tuple[int, Kernel]:
+        """The kernel for ``group`` query heads per KV head, and how many tokens its work items take.
+
+        ``form`` is that of ``form_of_attention``.
+        """
+        key = layer, group, form
+        if key in self._kernels:
+            return self._kernels[key]
+        shape, block_size = self._layout.layers[layer], self._layout.block_size
+        if form is not None:
+            pairs = PairVariant.choose(form, group, shape.key_head_size, shape.value_head_size, block_size)
+            self._kernels[key] = pairs.queries, pair_attention_kernel(pairs)
+        else:
             variant = Variant.choose(
-                group, shape.key_head_size, shape.value_head_size, self._layout.block_size, self._is_bf16,
+                group, shape.key_head_size, shape.value_head_size, block_size, self._is_bf16,
                 is_int8=self._is_int8,
             )  # fmt: skip
-            self._kernels[layer, group] = variant.queries, attend.attention_kernel(variant)
-        return self._kernels[layer, group]
+            self._kernels[key] = variant.queries, attend.attention_kernel(variant)
+        return self._kernels[key]
 
     def _run(self, kernel: Kernel, parameters: ParameterBlock, num_items: int, resize: Resize) -> None:
         if num_items:

@@ -82,7 +82,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-_PAIR_VECTOR = ir.VectorType(_BFloat(), 2 * LANES)
+PAIR_VECTOR = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 @register_jitable
@@ -275,9 +275,14 @@ def add_products(b: Builder, form: int, total: Value, weights: Value, inputs: Va
         return total
     if form != PAIRS:
         return fma(b, inputs, weights, total)
-    kind = ir.FunctionType(floats(), [floats(), _PAIR_VECTOR, _PAIR_VECTOR])
+    return add_pairs(b, total, b.bitcast(weights, PAIR_VECTOR), b.bitcast(inputs, PAIR_VECTOR))
+
+
+def add_pairs(b: Builder, total: Value, some: Value, others: Value) -> Value:
+    """Emit ``total`` [16] and the products of pairs of bfloat16, [16, 2] each, in one instruction."""
+    kind = ir.FunctionType(floats(), [floats(), PAIR_VECTOR, PAIR_VECTOR])
     dot_product = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return b.call(dot_product, [total, b.bitcast(weights, _PAIR_VECTOR), b.bitcast(inputs, _PAIR_VECTOR)])
+    return b.call(dot_product, [total, some, others])
 
 
 def _zero(form: int) -> Value:
