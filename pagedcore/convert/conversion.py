@@ -36,6 +36,7 @@ from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
 from pagedcore.models.checkpoints.packed_integers import num_words, pack
 from pagedcore.models.checkpoints.pretrained import as_refusals, load_config, resolve_dtype
 from pagedcore.models.checkpoints.product_rows import Read
+from pagedcore.models.checkpoints.shipped_code import AUTO_MAP
 from pagedcore.models.checkpoints.stored_experts import (
     PARTS,
     layers_of_experts,
@@ -317,6 +318,7 @@ def _own_config(source: str, model: Any) -> dict[str, Any]:
         fields = {name: value for name, value in model.config.to_dict().items() if name != WHOLE}
         return {**fields, "architectures": [type(model).__name__]}
     own: dict[str, Any] = json.loads((Path(source) / _CONFIG).read_text(encoding="utf-8"))
+    own.pop(AUTO_MAP, None)  # Why: code does not go along, and did not run.
     return own
 
 

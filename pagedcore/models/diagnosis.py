@@ -21,6 +21,7 @@ from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.model_path import is_gguf
 from pagedcore.models.checkpoints.pretrained import computing_dtype, find_file
 from pagedcore.models.checkpoints.quick_start import why_not_quick
+from pagedcore.models.checkpoints.shipped_code import ships_code
 from pagedcore.models.checkpoints.weight_files import has_adapter
 from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.families.model_facts import configured_len, eos_token_ids, max_model_len, num_short_tokens
@@ -50,7 +51,7 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     if stored is not None:
         reason = quantized.why_not_quick(name, stored)
     elif directory.is_dir():
-        reason = why_not_quick(directory)
+        reason = why_not_quick(directory, trust_remote_code)
     files = "read without transformers" if not reason else f"loaded by transformers: {reason}"
     quantisation = "none" if stored is None else f"{stored.scheme}, as the files have it"
     whole = getattr(config, WHOLE, None)
@@ -72,6 +73,8 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
         recognise(model, layers)
     except NotFused as why:
         decoder = f"transformers' modules with packed products: {why}"
+    if not trust_remote_code and ships_code(directory):
+        facts["code"] = "that which is shipped with it (auto_map) does not run: all tensors fit transformers' own class"
     if has_adapter(directory):
         facts["adapter"] = "the one beside the model is not applied"
     sampling = _sampling(name, vocab_size, eos_token_ids(model))

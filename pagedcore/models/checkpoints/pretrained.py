@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from pagedcore.errors import InvalidConfig, ModelNotSupported, PagedcoreError, show
+from pagedcore.errors import InvalidConfig, PagedcoreError, show
 from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.execution.machine import this_machine
 from pagedcore.models.checkpoints.ownership import require_free
 from pagedcore.models.checkpoints.quick_start import NotQuick, read_model
+from pagedcore.models.checkpoints.shipped_code import AUTO_MAP, require_class, require_fit, tell_own_class
 from pagedcore.models.checkpoints.tensor_files import name_of_text
 from pagedcore.models.checkpoints.text_models import load_tensors
 from pagedcore.models.checkpoints.weight_files import (
@@ -63,7 +64,8 @@ def load_pretrained(
         is_chosen: the caller asked for ``dtype``; else the log says what becomes of the format that the weights have.
 
     Raises:
-        ModelNotSupported: the architecture cannot run here, or needs code of its own that may not run.
+        ModelNotSupported: the architecture cannot run here, or the files name code that may not run and that is not
+            shown to be transformers' own architecture.
         InvalidConfig: there is no such model, or it has no safetensors weights.
     """
     name, is_local = os.fspath(source), Path(source).is_dir()
@@ -71,7 +73,8 @@ def load_pretrained(
         tell_adapter(Path(name))
     if is_quick and is_local:
         try:
-            quick = read_model(Path(name), resolve_dtype(dtype))
+            quick = read_model(Path(name), resolve_dtype(dtype), trust_remote_code=trust_remote_code)
+            tell_own_class(Path(name), trust_remote_code)
             _tell_format(quick.config.dtype, quick.dtype, is_chosen)
             return quick
         except NotQuick as reason:
@@ -83,6 +86,8 @@ def load_pretrained(
     directory = find_weights(name, trust_remote_code)
     if not is_local:
         tell_adapter(Path(directory))
+        # Why again: code that is named has to be replaced by a class that the files fit, and now they are here.
+        config = load_config(directory, trust_remote_code=trust_remote_code)
     with as_refusals(name), _no_progress_bar():
         check_num_layers(weight_files(Path(directory)), config)
         # Why also for an adapter: transformers would apply it where peft is installed.
@@ -98,6 +103,7 @@ def load_pretrained(
         raise InvalidConfig(
             f"model: {len(missing)} weights are missing from its files, {missing[0]} among them. Download it again."
         )
+    tell_own_class(Path(directory), trust_remote_code)
     loaded: PreTrainedModel = model
     return loaded
 
@@ -118,12 +124,9 @@ def load_config(
         raw = PretrainedConfig.get_config_dict(name, local_files_only=is_local)[0]
     if not isinstance(raw, dict):
         raise InvalidConfig("model: its config.json is no object of names and values.")
-    # Safety: transformers would ignore the code where it knows the architecture itself; saying so beats guessing.
-    if raw.get("auto_map") and not trust_remote_code:
-        raise ModelNotSupported(
-            "model: its configuration names code that is shipped with it (auto_map), and trust_remote_code is False. "
-            "Read that code and set trust_remote_code=True, or remove auto_map to use transformers' own architecture."
-        )
+    # Safety: transformers would ignore the code of any architecture that it knows, and load what tensors it can.
+    if is_own := bool(raw.get(AUTO_MAP)) and not trust_remote_code:
+        require_class(raw)
     if is_quantised:
         raw.pop("quantization_config", None)
     if not (is_wrapper := wrappers.is_wrapper(raw)):
@@ -136,6 +139,10 @@ def load_config(
             vars(config).pop("quantization_config", None)
         check_config(config.to_dict())
         _forget_choices(config)
+        if not trust_remote_code:
+            vars(config).pop(AUTO_MAP, None)
+        if is_own and is_local:
+            require_fit(Path(name), config, is_quantised=is_quantised)
     return config
 
 

@@ -29,6 +29,7 @@ from pagedcore.models.checkpoints.model_path import is_gguf
 from pagedcore.models.checkpoints.mxfp4 import Mxfp4
 from pagedcore.models.checkpoints.pretrained import as_refusals, find_file, find_weights, load_config
 from pagedcore.models.checkpoints.quick_start import NotQuick, build_tree
+from pagedcore.models.checkpoints.shipped_code import tell_own_class
 from pagedcore.models.checkpoints.stored_experts import replace_experts
 from pagedcore.models.checkpoints.tensor_files import FLOATS, TensorFiles
 from pagedcore.models.checkpoints.text_models import compute_buffers
@@ -148,6 +149,8 @@ def load_stored(
             stored.scale_angles(model)
         elif (kind := getattr(model.config, FIELD, None)) is not None:
             restore_embedding(model, kind, stored.scheme)
+        if not isinstance(stored, GGUF):
+            tell_own_class(Path(source), trust_remote_code)
     loaded: PreTrainedModel | ForCausalLM = model
     return loaded
 

@@ -70,17 +70,18 @@ _ROPE: Final = {
 """Parameters of each type of rotary embedding."""
 
 
-def read_model(directory: Path, dtype: torch.dtype) -> ForCausalLM:
+def read_model(directory: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> ForCausalLM:
     """Read a model.
 
     Args:
         directory: has config.json and safetensors.
         dtype: number format to convert weights to; weights that have it are mapped and not copied.
+        trust_remote_code: whether code that the configuration names runs, which transformers does.
 
     Raises:
         NotQuick: transformers has to load it.
     """
-    config, generation = read_config(directory)
+    config, generation = read_config(directory, _not_run(trust_remote_code))
     with _weights(directory, config) as files:
         weights = {module_name(name): file.get_tensor(stored_name).to(dtype)
                    for name, (file, stored_name) in files.items()}
@@ -108,13 +109,18 @@ def build_tree(directory: Path, dtype: torch.dtype, num_tensors: int, left_out: 
     return ForCausalLM(config, generation, weights).eval()
 
 
-def why_not_quick(directory: Path) -> str:
+def why_not_quick(directory: Path, trust_remote_code: bool = False) -> str:
     """Return why ``read_model`` leaves a directory to transformers, or "" if it does not; no weight is read."""
     try:
-        with _weights(directory, read_config(directory)[0]):
+        with _weights(directory, read_config(directory, _not_run(trust_remote_code))[0]):
             return ""
     except NotQuick as reason:
         return str(reason)
+
+
+def _not_run(trust_remote_code: bool) -> frozenset[str]:
+    """Return the field that names code, where that does not run: what is read here is known without it."""
+    return frozenset() if trust_remote_code else frozenset({"auto_map"})
 
 
 def read_config(directory: Path, left_out: AbstractSet[str] = frozenset()) -> tuple[_Config, SimpleNamespace]:

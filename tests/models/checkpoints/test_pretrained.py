@@ -70,14 +70,6 @@ def test_other_formats_are_refused(name: str) -> None:
         resolve_dtype(name)
 
 
-def test_code_shipped_with_a_model_is_refused(tmp_path: Path) -> None:
-    """auto_map without trust is refused, whether or not transformers knows the architecture; nothing is run."""
-    (tmp_path / "evil.py").write_text("raise SystemExit('this ran')")
-    auto_map = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    assert "trust_remote_code" in refused(save(tmp_path, auto_map=auto_map), error=ModelNotSupported)
-    assert "trust_remote_code" in refused(save(tmp_path, auto_map=auto_map, model_type="x"), error=ModelNotSupported)
-
-
 def test_an_architecture_is_refused_before_its_weights_are_looked_for(tmp_path: Path) -> None:
     """A directory with nothing but a configuration is refused for its architecture."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))

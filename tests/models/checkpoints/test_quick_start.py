@@ -165,7 +165,7 @@ def test_an_index_does_not_lead_out_of_its_directory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("changes", [
     {"model_type": "gemma"}, {"model_type": ["llama"]}, {"architectures": ["LlamaForSequenceClassification"]},
-    {"architectures": "removed"}, {"auto_map": {"AutoConfig": "evil.Config"}}, {"quantization_config": {}},
+    {"architectures": "removed"}, {"quantization_config": {}},
     {"num_hidden_layers": 10**9}, {"num_hidden_layers": -1}, {"num_hidden_layers": "3"}, {"num_hidden_layers": True},
     {"num_hidden_layers": 2}, {"hidden_size": 10**12}, {"hidden_size": 32}, {"hidden_size": "removed"},
     {"vocab_size": 1},
