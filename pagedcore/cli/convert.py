@@ -21,6 +21,9 @@ def convert(
     calibration: Annotated[Path | None, typer.Option(
         help="Prompts that stand for the model's use, one a line, text or .jsonl, where rows are quantised."
     )] = None,
+    keep_output_layer: Annotated[bool, typer.Option(
+        "--keep-output-layer", help="Leave the output layer and the embedding unquantised, as other engines need it."
+    )] = False,
 ) -> None:
     """Write a model with quantised weights, which loads like any other and computes the same as with --quantization.
 
@@ -41,6 +44,7 @@ def convert(
         task = progress.add_task("converting", total=None)
         unsmoothed = write_converted(
             model, out, quantization=quantization, dtype=dtype or "auto", calibration=calibration,
+            keep_output_layer=keep_output_layer,
             on_progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
     console().print(f"{out}: {quantization}, {sum(path.stat().st_size for path in out.iterdir()):,} bytes")

@@ -81,11 +81,11 @@ class Part:
 
 def convert(
     model: str, out: str | os.PathLike[str], *, quantization: str, dtype: str = "auto",
-    calibration: str | os.PathLike[str] | None = None,
+    calibration: str | os.PathLike[str] | None = None, keep_output_layer: bool = False,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[str, ...]:
     """Write the model of a directory to another one, such that loading it computes the same bits as loading the first
-    with ``quantization``, in the number format ``dtype``, unless there is a calibration set.
+    with ``quantization``, in the number format ``dtype``, without a calibration set and if no output layer is kept.
 
     Args:
         model: a directory, a GGUF file, or "demo". Blocks of a file are decoded to numbers first, so that weights are
@@ -95,6 +95,7 @@ def convert(
         dtype: number format of what is not quantised, and of what is before that.
         calibration: a file of prompts, over which the scales of ``smoothing.py`` are found first, or the rows that
             auto-int8 chooses by; no other scheme, and no GGUF.
+        keep_output_layer: leave the output layer, and the embedding, in ``dtype``, as all readers of the format expect.
         on_progress: called with the number of prompts computed and of all, if there are any, then with the number of
             tensors written and of all.
 
@@ -114,12 +115,12 @@ def convert(
         seen, smoothing = dict[str, torch.Tensor](), Smoothing()
         if prompts is not None and quantization == AUTO_INT8:
             seen = rows_seen(load_model(source), auto_int8.modules_read(modules), prompts, on_progress)
-        quantized = _schemes(modules, files, quantization, seen)
+        head = auto_int8.name_of_head(modules)
+        quantized = _schemes(modules, files, quantization, seen, head if keep_output_layer else None)
         if prompts is not None and quantization != AUTO_INT8:
             smoothing = find_smoothing(source, prompts, quantized, modules.dtype, on_progress)
-        head = auto_int8.name_of_head(modules)
         linears = QUANTIZERS.get(quantization) or QUANTIZERS.get(quantized.get(head, ""))
-        kind = kind_of_embedding(modules, linears) if linears is not None else ""
+        kind = "" if linears is None or keep_output_layer else kind_of_embedding(modules, linears)
         if kind == OF_HEAD and head in smoothing.columns:
             kind = OWN_TABLE  # the columns of the output layer are no longer those of the embedding
         parts = _parts(modules, quantized, smoothing)
@@ -195,9 +196,10 @@ def _check_arguments(
 
 
 def _schemes(
-    modules: Any, files: TensorFiles | GGUFSource, quantization: str, seen: Mapping[str, torch.Tensor]
+    modules: Any, files: TensorFiles | GGUFSource, quantization: str, seen: Mapping[str, torch.Tensor],
+    left_out: str | None,
 ) -> dict[str, str]:
-    """Return the scheme of each layer that is quantised, experts' too, by its name."""
+    """Return the scheme of each layer that is quantised, experts' too, by its name; of one that is left out none."""
     if quantization == AUTO_INT8:
         quantized = auto_int8.choose(modules, _reader(modules, files), seen)
     else:
@@ -206,6 +208,7 @@ def _schemes(
                      if type(module) is nn.Linear and module not in kept
                      and QUANTIZERS[quantization].can_quantize(module.in_features)}
         quantized |= dict.fromkeys(layers_of_experts(modules), quantization)
+    quantized = {name: scheme for name, scheme in quantized.items() if name != left_out}
     if not quantized:
         raise ModelNotSupported(f"model: it has no linear layers that can be {quantization}.")
     return quantized
@@ -326,7 +329,7 @@ def _config(own: dict[str, Any], model: Any, quantized: Mapping[str, str], kind:
     """Return the model's own configuration with what says how layers, by name and scheme, and the embedding are
     quantised.
     """
-    experts = layers_of_experts(model)
+    experts, head = layers_of_experts(model), auto_int8.name_of_head(model)
     layers: dict[tuple[str, int | None], list[str]] = defaultdict(list)
     for layer, scheme in quantized.items():
         num_inputs = experts[layer][1] if layer in experts else model.get_submodule(layer).in_features
@@ -337,7 +340,8 @@ def _config(own: dict[str, Any], model: Any, quantized: Mapping[str, str], kind:
     rows = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     groups = {
         f"group_{number}": {
-            "targets": ["Linear"] if len(layers) == 1 else names,
+            # Why by name: readers that take an output layer for an embedding quantise it where it is named.
+            "targets": ["Linear", *({head} & {*names})] if len(layers) == 1 else names,
             "weights": {"num_bits": SCHEMES[scheme].bits, **weights,
                         "strategy": "group" if size else "channel", "group_size": size},
             "input_activations": rows if SCHEMES[scheme].quantizes_rows else None,

@@ -65,6 +65,20 @@ def test_a_converted_model_computes_the_same_bits(
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
 
 
+def values_and_scales(tensors: dict[str, torch.Tensor], name: str, num_inputs: int, scheme: str) -> tuple[Any, Any]:
+    """What a quantised weight [out, in] is the product of, read by NumPy from the format's description."""
+    layer, bits = name.removesuffix(".weight"), 4 if scheme == "w4a16" else 8
+    scales = tensors[f"{layer}.weight_scale"].numpy()
+    if scheme == "w8a8":
+        values = tensors[name].numpy().astype(np.float32)
+    else:
+        words = tensors[f"{layer}.weight_packed"].numpy().view(np.uint32)
+        unsigned = np.stack([words >> np.uint32(bits * i) & np.uint32(2**bits - 1) for i in range(32 // bits)], -1)
+        values = unsigned.reshape(len(words), -1)[:, :num_inputs].astype(np.float32) - 2 ** (bits - 1)
+        assert tensors[f"{layer}.weight_shape"].tolist() == [len(words), num_inputs]
+    return values, np.repeat(scales, num_inputs // scales.shape[1], axis=1)
+
+
 @pytest.mark.parametrize("quantization", SCHEMES)
 def test_the_file_holds_the_weights_of_its_format(quantization: str, tmp_path: Path) -> None:
     """Read by NumPy from the format's description, the weights are those of the model to half a step of their scales;
@@ -78,22 +92,50 @@ def test_the_file_holds_the_weights_of_its_format(quantization: str, tmp_path: P
         if not name.endswith("proj.weight") and name != "lm_head.weight":
             assert torch.equal(after[name], weight)
             continue
-        layer, bits = name.removesuffix(".weight"), 4 if quantization == "w4a16" else 8
-        scales = after[f"{layer}.weight_scale"].numpy()
-        if quantization == "w8a8":
-            values = after[name].numpy().astype(np.float32)
-        else:
-            words = after[f"{layer}.weight_packed"].numpy().view(np.uint32)
-            unsigned = np.stack([words >> np.uint32(bits * i) & np.uint32(2**bits - 1) for i in range(32 // bits)], -1)
-            values = unsigned.reshape(len(words), -1)[:, : weight.shape[1]].astype(np.float32) - 2 ** (bits - 1)
-            assert after[f"{layer}.weight_shape"].tolist() == list(weight.shape)
-        wide = np.repeat(scales, weight.shape[1] // scales.shape[1], axis=1)
+        bits = 4 if quantization == "w4a16" else 8
+        values, wide = values_and_scales(after, name, weight.shape[1], quantization)
         assert np.all(np.abs(values * wide - weight.numpy()) <= np.abs(wide) * (1.01 if bits == 4 else 0.51))
     header_bytes = int.from_bytes((out / "model.safetensors").read_bytes()[:8], "little")
     header = json.loads((out / "model.safetensors").read_bytes()[8 : 8 + header_bytes])
     sizes = {"F32": 4, "I8": 1, "I32": 4, "I64": 8}
     assert header.pop("__metadata__") == {"format": "pt"}
     assert all((8 + header_bytes + one["data_offsets"][0]) % sizes[one["dtype"]] == 0 for one in header.values())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_output_layer_that_is_kept(is_tied: bool, tmp_path: Path) -> None:
+    """It and the embedding are those of the model, which other readers of the format take, and the engine computes with
+    them: its tokens are those of transformers with the numbers that the file stands for."""
+    changes = {"tie_word_embeddings": is_tied, "intermediate_size": 64}
+    source, out = save(tmp_path / "model", "llama", **changes), tmp_path / "out"
+    invoke("convert", source, "--quantization", "w4a16", "--out", str(out), "--dtype", "float32", "--keep-output-layer")
+    before, after = load_file(f"{source}/model.safetensors"), load_file(out / "model.safetensors")
+    config = json.loads((out / "config.json").read_text())
+    assert ("lm_head.weight" in after) != is_tied == config["tie_word_embeddings"]
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    assert config["quantization_config"]["config_groups"]["group_0"]["targets"] == ["Linear"]
+    model, numbers = tiny_model("llama", **changes), {}
+    for name, weight in before.items():
+        if name.endswith("proj.weight"):
+            values, scales = values_and_scales(after, name, weight.shape[1], "w4a16")
+            numbers[name] = torch.from_numpy(values * scales)
+        else:
+            numbers[name] = after[name]
+            assert torch.equal(after[name], weight)
+    model.load_state_dict(numbers, strict=not is_tied)
+    assert [one[0] for one in results_of(out, dtype="float32")] == [
+        tuple(model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=6, eos_token_id=None,
+                             pad_token_id=0)[0, len(prompt):].tolist()) for prompt in PROMPTS
+    ]
+
+
+def test_a_quantised_output_layer_is_named(tmp_path: Path) -> None:
+    """Readers that take it for an embedding, whose class is no linear layer, find it among the targets."""
+    out = tmp_path / "out"
+    convert(save(tmp_path / "model"), out, quantization="w8a8")
+    quantised = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert quantised["config_groups"]["group_0"]["targets"] == ["Linear", "lm_head"]
+    assert quantised["ignore"] == []
 
 
 def test_tensors_are_converted_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
