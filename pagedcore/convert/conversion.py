@@ -32,10 +32,12 @@ from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
 from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.models.checkpoints import auto_int8
+from pagedcore.models.checkpoints.fp8 import FP8, FP8Files
 from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
 from pagedcore.models.checkpoints.packed_integers import num_words, pack
 from pagedcore.models.checkpoints.pretrained import as_refusals, load_config, resolve_dtype
 from pagedcore.models.checkpoints.product_rows import Read
+from pagedcore.models.checkpoints.quantized import stored_format
 from pagedcore.models.checkpoints.shipped_code import AUTO_MAP
 from pagedcore.models.checkpoints.stored_experts import (
     PARTS,
@@ -88,8 +90,8 @@ def convert(
     with ``quantization``, in the number format ``dtype``, without a calibration set and if no output layer is kept.
 
     Args:
-        model: a directory, a GGUF file, or "demo". Blocks of a file are decoded to numbers first, so that weights are
-            rounded twice.
+        model: a directory, a GGUF file, or "demo". FP8 and blocks of a file are decoded to numbers first, so that
+            weights are rounded twice.
         out: a directory that is not there, or is empty.
         quantization: a scheme, as in ``EngineConfig``.
         dtype: number format of what is not quantised, and of what is before that.
@@ -132,9 +134,11 @@ def convert(
 def _open(source: str, dtype: torch.dtype) -> tuple[Any, TensorFiles | GGUFSource]:
     """Return a model without memory, and the tensors of its files."""
     if not is_gguf(source):
-        modules = _modules(load_config(source), dtype)
+        stored = _fp8_of(source)
+        modules = _modules(load_config(source, is_quantised=stored is not None), dtype)
         with as_refusals(source):
-            directory = TensorFiles(Path(source), module_name)
+            directory = (TensorFiles(Path(source), module_name) if stored is None
+                         else FP8Files(Path(source), module_name, stored, dtype))
             require_last_experts(modules, directory)
             return modules, directory
     with as_refusals(source):
@@ -142,6 +146,21 @@ def _open(source: str, dtype: torch.dtype) -> tuple[Any, TensorFiles | GGUFSourc
         modules = _modules(files.config(), dtype)
         files.require_names(modules)
     return modules, files
+
+
+def _fp8_of(source: str) -> FP8 | None:
+    """Return how a directory's layers are stored in FP8; ``None``: as numbers.
+
+    Raises:
+        ModelNotSupported: they are quantised in another way.
+    """
+    stored = stored_format(source)
+    if stored is not None and not isinstance(stored, FP8):
+        raise ModelNotSupported(
+            f"model: its weights are quantised already ({stored.scheme}), and would be rounded a second time. Allowed "
+            "are directories with floating numbers or FP8, and GGUF files; load this one as it is."
+        )
+    return stored
 
 
 def _write(
@@ -187,10 +206,11 @@ def _check_arguments(
             f"{' and '.join(name for name, scheme in SCHEMES.items() if scheme.quantizes_rows)}: "
             "others keep activations as they are."
         )
-    if is_gguf(source) and has_calibration:
-        raise ModelNotSupported("calibration: got a GGUF file, allowed are directories of transformers.")
     if not is_gguf(source) and not Path(source).is_dir():
         raise InvalidConfig(f"model: got {describe(model)}, needed is a directory or a GGUF file. Download it first.")
+    if has_calibration and (is_gguf(source) or _fp8_of(source) is not None):
+        kind = "a GGUF file" if is_gguf(source) else "a checkpoint in FP8"
+        raise ModelNotSupported(f"calibration: got {kind}, allowed are directories with floating numbers.")
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise InvalidConfig("out: it exists and is no empty directory. Name one that is not there.")
 

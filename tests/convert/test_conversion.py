@@ -20,7 +20,7 @@ from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 from support.families import VOCAB, tiny_model
 from support.host_floats import host_floats, x86_glibc_only
-from support.quantized_checkpoints import change_config, change_tensors
+from support.quantized_checkpoints import change_config, change_tensors, write_checkpoint
 from support.runner import invoke
 
 pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
@@ -265,8 +265,8 @@ def test_arguments_are_refused(arguments: dict[str, str], found: str, tmp_path: 
         convert(model, tmp_path / "out", **{"quantization": "w8a8", **arguments})
 
 
-def test_damaged_and_quantised_models_are_refused(tmp_path: Path) -> None:
-    """Weights that are missing or not finite, and a model that is quantised already; nothing is left."""
+def test_damaged_models_are_refused(tmp_path: Path) -> None:
+    """Weights that are missing or not finite; nothing is left."""
     source, name = save(tmp_path / "model"), "model.layers.1.mlp.up_proj.weight"
     weight = load_file(f"{source}/model.safetensors")[name]
     weight[3, 4] = torch.nan
@@ -274,9 +274,15 @@ def test_damaged_and_quantised_models_are_refused(tmp_path: Path) -> None:
         change_tensors(Path(source), {name: change})
         with pytest.raises((InvalidConfig, ModelNotSupported), match=found):
             convert(source, tmp_path / "out", quantization="w4a16")
-    change_config(Path(source), quantization_config={"quant_method": "gptq"})
-    with pytest.raises(ModelNotSupported, match="quantized"):
-        convert(source, tmp_path / "out", quantization="w4a16")
+    assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize(("kind", "found"), [("gptq", "w4a16"), ("ct-w8a8", "w8a8"), ("bnb-int8", "w8a16")])
+def test_a_quantised_model_is_refused(kind: str, found: str, tmp_path: Path) -> None:
+    """It would be rounded twice; the message says what it is, and nothing is left."""
+    write_checkpoint(tmp_path / "model", kind)
+    with pytest.raises(ModelNotSupported, match=rf"quantised already \({found}\)"):
+        convert(str(tmp_path / "model"), tmp_path / "out", quantization="w4a16")
     assert os.listdir(tmp_path) == ["model"]
 
 

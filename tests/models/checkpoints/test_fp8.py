@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pagedcore import Engine, SamplingParams
+from pagedcore.convert.conversion import convert
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.checkpoints.fp8 import FP8
 from pagedcore.models.checkpoints.quantized import stored_format
@@ -131,6 +132,21 @@ def test_an_engine_has_the_bits_of_the_decoded_numbers(
     """Fused and plain decoders, experts, and every way to quantise say what they do of the numbers in bfloat16."""
     fp8, plain = write_pair(tmp_path, kind, family)
     assert answers(fp8, quantization=quantization) == answers(plain, quantization=quantization)
+
+
+@pytest.mark.parametrize(("kind", "family", "quantization"), [
+    ("blocks", "llama", "w8a16"), ("ct-channel", "qwen3_moe", "w4a16"), ("whole", "qwen2", "auto-int8"),
+])
+def test_a_converted_model_has_the_bits_of_the_decoded_numbers(
+    kind: str, family: str, quantization: str, tmp_path: Path
+) -> None:
+    """What is written, experts too, is what quantising at load computes; with a calibration set nothing is."""
+    fp8, _ = write_pair(tmp_path, kind, family)
+    convert(str(fp8), tmp_path / "out", quantization=quantization, dtype="bfloat16")
+    assert answers(tmp_path / "out") == answers(fp8, quantization=quantization)
+    with pytest.raises(ModelNotSupported, match="calibration: got a checkpoint in FP8"):
+        convert(str(fp8), tmp_path / "more", quantization="w8a8", calibration=tmp_path / "prompts.txt")
+    assert not (tmp_path / "more").exists()
 
 
 def test_products_of_others_are_made_of_tensors(tmp_path: Path) -> None:
