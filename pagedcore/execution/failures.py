@@ -10,7 +10,7 @@ from typing import Final
 
 from pagedcore.errors import PagedcoreError, StepFailed
 
-_NO_MEMORY: Final = ("out of memory", "can't allocate memory", "OUT_OF_MEMORY")
+_NO_MEMORY: Final = ("out of memory", "can't allocate memory", "Cannot allocate memory", "OUT_OF_MEMORY")
 _NO_DEVICE: Final = ("CUDA error", "CUDA_ERROR", "CUBLAS_STATUS", "CUDNN_STATUS")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from bisect import bisect_right
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,15 @@ from torch import nn
 from pagedcore_kernels.cpu.runtime.huge_pages import empty_in_huge_pages
 
 _MADV_DONTNEED: Final = 4
+_GIVEN_BACK_AFTER: Final = 2**25
+"""Bytes of weights that are rearranged before memory that was freed is given back, which takes a millisecond or so."""
+
+
+def give_back_freed() -> None:
+    """Give memory that was freed and that the allocator of C keeps back to the kernel, where it can: after tensors of a
+    few MiB were unpacked layer by layer among others that stay, that comes to a third of a model."""
+    with suppress(AttributeError):  # of another C library than GNU's
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
 
 class FileMappings:
@@ -39,6 +49,7 @@ class FileMappings:
                 begin, _, end = fields[0].partition("-")
                 self._ranges.append((int(begin, 16), int(end, 16)))
         self._ranges.sort()
+        self._num_bytes = 0
 
     def holds(self, begin: int, end: int) -> bool:
         """Return whether [begin, end) lies inside one mapping of a file."""
@@ -46,7 +57,12 @@ class FileMappings:
         return index >= 0 and end <= self._ranges[index][1]
 
     def free_pages(self, tensor: torch.Tensor) -> None:
-        """Give the pages of a tensor that is not read any more back to the kernel, if they are a file's."""
+        """Give the pages of a tensor that is not read any more back to the kernel, if they are a file's, and now and
+        then what was freed after such tensors were read."""
+        self._num_bytes += tensor.nbytes
+        if self._num_bytes > _GIVEN_BACK_AFTER:
+            self._num_bytes = 0
+            give_back_freed()
         page = mmap.PAGESIZE
         begin = -(-tensor.data_ptr() // page) * page
         end = (tensor.data_ptr() + tensor.nbytes) // page * page

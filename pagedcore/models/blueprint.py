@@ -83,9 +83,10 @@ def read_blueprint(
     if stored is not None and stored.scheme != "none":
         # Why else an estimate: how many scales a layer has, some formats say in their files only.
         scheme, kind = schemes.get(stored.scheme), str(getattr(config, FIELD, ""))
-        if (files := files_of(os.fspath(source), stored, model, dtype)) is not None:
-            replace_weights(model, files, stored, dtype)
-            scheme = None
+        with as_refusals(os.fspath(source)):
+            if (files := files_of(os.fspath(source), stored, model, dtype)) is not None:
+                replace_weights(model, files, stored, dtype)
+                scheme = None
     elif scheme is not None:
         kind = kind_of_embedding(model, scheme)
     return Blueprint(

@@ -92,6 +92,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
             "model of transformers, or an object with the members of ModelBackend."
         )
     from pagedcore.execution import devices
+    from pagedcore.execution.memory_pages import give_back_freed
     from pagedcore.models.checkpoints import auto_int8
     from pagedcore.models.checkpoints.ownership import require_free, take_whole
     from pagedcore.models.checkpoints.pretrained import as_refusals
@@ -126,6 +127,7 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
             linear_name=config.linear_backend, quantization=quantization, kv_cache_dtype=config.kv_cache_dtype,
             device=device,
         )
+    give_back_freed()
     if not is_named and given is not model:
         take_whole(given)
     if stored is not None and has_unpacked(model):

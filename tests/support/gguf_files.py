@@ -5,6 +5,7 @@ Nothing of ``pagedcore`` is used, so that what it reads can be compared with wha
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -178,17 +179,26 @@ def _value(value: Any) -> bytes:
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], version: int = 3) -> None:
-    """Write a file; metadata that are ``None`` are left out."""
+    """Write a file; metadata that are ``None`` are left out, and tensors without content are zeros, which the file has
+    no room for.
+    """
     given = {name: value for name, value in metadata.items() if value is not None}
     head = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(given))
     head += b"".join(_string(name) + _value(value) for name, value in given.items())
-    offset, content = 0, b""
+    places = [0]
     for name, tensor in tensors.items():
+        number, size, num_bytes = TYPES[tensor.kind]
         head += _string(name) + struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *tensor.shape[::-1])
-        head += struct.pack("<IQ", TYPES[tensor.kind][0], offset)
-        padded = tensor.content + b"\0" * (-len(tensor.content) % 32)
-        content, offset = content + padded, offset + len(padded)
-    path.write_bytes(head + b"\0" * (-len(head) % 32) + content)
+        head += struct.pack("<IQ", number, places[-1])
+        end = places[-1] + (len(tensor.content) or math.prod(tensor.shape) // size * num_bytes)
+        places.append(end + -end % 32)
+    with path.open("wb") as file:
+        start = len(head) + -len(head) % 32
+        file.write(head)
+        for place, tensor in zip(places, tensors.values(), strict=False):
+            file.seek(start + place)
+            file.write(tensor.content)
+        file.truncate(start + places[-1])
 
 
 _LAYER = {

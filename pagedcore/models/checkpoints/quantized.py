@@ -174,7 +174,7 @@ def _quick_tree(source: str, stored: StoredFormat, dtype: torch.dtype) -> ForCau
         raise NotQuick("it is a GGUF file")
     try:
         num_tensors = len(TensorFiles(Path(source)))
-    except (ModelNotSupported, SafetensorError, OSError) as error:
+    except (ModelNotSupported, SafetensorError, OSError, RuntimeError) as error:
         raise NotQuick(f"its weights could not be read ({type(error).__name__})") from error
     tree = build_tree(Path(source), dtype, num_tensors, left_out={"quantization_config", FIELD})
     if (kind := (_read(source, "config.json") or {}).get(FIELD)) is not None:

@@ -228,7 +228,7 @@ def _weights(directory: Path, config: _Config) -> Iterator[dict[str, tuple[Any, 
                 _require(is_plain, f"{name} has another shape or format")
         except ModelNotSupported as error:
             raise NotQuick(str(error)) from error
-        except (OSError, SafetensorError) as error:
+        except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError is torch's for a file not mapped
             raise NotQuick(f"its weights could not be read ({type(error).__name__})") from error
         yield holders
 

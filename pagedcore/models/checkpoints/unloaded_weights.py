@@ -64,6 +64,6 @@ def _names_in(directory: Path) -> set[str]:
         for path in weight_files(directory):
             with safe_open(path, framework="pt") as file:
                 names |= {module_name(name) for name in file.keys()}  # noqa: SIM118
-    except (ModelNotSupported, OSError, SafetensorError):
+    except (ModelNotSupported, OSError, RuntimeError, SafetensorError):
         return set()
     return names
