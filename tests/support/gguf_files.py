@@ -338,7 +338,7 @@ SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim
 
 def write_model(
     path: Path, family: str = "llama", kinds: Sequence[str] = MIXED, metadata: Mapping[str, Any] | None = None,
-    more_tensors: Mapping[str, Tensor] | None = None, **changes: Any,
+    more_tensors: Mapping[str, Tensor] | None = None, kinds_of_experts: Sequence[str] = (), **changes: Any,
 ) -> Any:
     """Write a tiny model whose matrices are random blocks; return transformers' float32 model of the same numbers.
 
@@ -348,6 +348,7 @@ def write_model(
         kinds: types of matrices, in turn.
         metadata: more of them, or others.
         more_tensors: that the model does not have.
+        kinds_of_experts: types of gates and of what they open, in turn, in the place of those of the matrix of both.
         **changes: of the configuration.
     """
     import torch
@@ -360,8 +361,11 @@ def write_model(
     for number, (name, parameter) in enumerate(model.state_dict(keep_vars=True).items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        for own, piece in _pieces(name, family, parameter.data):
-            tensors[own], numbers = _tensor(rng, name, tuple(piece.shape), kinds[number % len(kinds)], model.config)
+        for place, (own, piece) in enumerate(_pieces(name, family, parameter.data)):
+            kind = kinds[number % len(kinds)]
+            if kinds_of_experts and ".experts." in name:
+                kind = kinds_of_experts[place]
+            tensors[own], numbers = _tensor(rng, name, tuple(piece.shape), kind, model.config)
             piece.copy_(torch.from_numpy(np.ascontiguousarray(numbers)))
     write_gguf(path, metadata_of(model.config, **(metadata or {})), tensors)
     return model.float().eval()

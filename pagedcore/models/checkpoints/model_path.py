@@ -1,10 +1,12 @@
 """Which file a user means by a path: one in the format GGUF, or the only one of a directory.
 
-Owns the look at names; nothing is opened.
+Owns the look at names; nothing is opened. A projector of images (``mmproj``), which files of a model of text and images
+have beside it, is no model of text.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from pathlib import Path
@@ -12,6 +14,9 @@ from typing import Final
 
 from pagedcore.errors import InvalidConfig
 
+_log = logging.getLogger("pagedcore")
+_PROJECTOR: Final = re.compile(r"mmproj|.*[-._]mmproj\b", re.IGNORECASE)
+"""How files of projectors are called, by llama.cpp's tools and by people: it comes first, or after a separator."""
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 """How parts of one model are called, counted from 1."""
 
@@ -40,13 +45,17 @@ def _is_further_part(path: Path) -> bool:
 
 def gguf_in(source: str) -> str:
     """Return the one GGUF file, or the first of its parts, of a directory that has no other weights, or else ``source``
-    itself.
+    itself. Projectors of images are left out, which one line of the log says.
 
     Raises:
         InvalidConfig: there are several.
     """
     directory = Path(source)
     found = sorted(path for path in directory.glob("*.gguf") if path.is_file()) if directory.is_dir() else []
+    models = [path for path in found if not _PROJECTOR.match(path.name)]
+    if 0 < len(models) < len(found):
+        _log.info("A projector of images lies beside the model (mmproj): the model runs as a model of text.")
+        found = models
     found = [path for path in found if not _is_further_part(path)]
     if not found or any(directory.glob("*.safetensors")):
         return source

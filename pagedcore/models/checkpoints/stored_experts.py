@@ -120,7 +120,8 @@ def _stored(
         if (weight := weight_of(f"{name}.{part}", shape)) is None:
             raise refusal(f"{name}.{part} is not quantised, and others of its layer are")
         parts.append(weight)
-    if parts[0].layout != parts[-1].layout:
+    is_ordered = any(weight.order is not None for weight in parts)
+    if is_ordered and parts[0].layout != parts[-1].layout:
         raise refusal(f"{name}.gate_proj and {name}.up_proj have inputs in different orders")
     return parts[0] if len(parts) == 1 else joined(parts)
 

@@ -117,6 +117,8 @@ class StoredWeight:
         """Bytes of its product, or of an embedding."""
         if self.look_up is not None:
             return sum(tensor.nbytes for tensor in self.tensors)
+        if self.parts:
+            return sum(part.num_bytes for part in self.parts)
         if self.decode is not None:
             return self.shape[0] * self.shape[1] * self.dtype.itemsize
         scheme = SCHEMES[self.scheme]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from pagedcore.cli.size import size_model
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.quantized import load_stored, stored_format
@@ -59,6 +60,21 @@ def test_a_model_computes_its_numbers(
     model = write_model(tmp_path / "model.gguf", family, kinds, **more, **SMALL, **changes)
     actual = scores_of(tmp_path, must_fuse=family not in ("ministral3", "glm4", "gpt_oss"))
     assert np.abs(actual - scores_of_transformers(model)).max() < 1e-4
+
+
+@pytest.mark.parametrize("kinds", [("q4_k", "q6_k"), ("q8_0", "q4_0")])
+def test_gates_of_experts_may_be_of_another_type(kinds: tuple[str, str], tmp_path: Path) -> None:
+    """Each half is a product of its own type, and counts what that takes."""
+    path = tmp_path / "model.gguf"
+    model = write_model(path, "qwen3_moe", ("q8_0",), kinds_of_experts=kinds, num_hidden_layers=2)
+    assert np.abs(scores_of(path) - scores_of_transformers(model)).max() < 2e-3
+    sizes = {}
+    for some in (kinds, kinds[:1] * 2, kinds[1:] * 2):
+        write_model(path, "qwen3_moe", ("q8_0",), kinds_of_experts=some, num_hidden_layers=2)
+        sizes[some] = size_model(path).weight_bytes
+    # Why twice: matrices of the way down are of the first type too.
+    assert 3 * sizes[kinds] == pytest.approx(2 * sizes[kinds[:1] * 2] + sizes[kinds[1:] * 2], rel=0.01)
+    assert len({*sizes.values()}) == 3
 
 
 def fields_of(path: Path, family: str, **changes: Any) -> dict[str, Any]:

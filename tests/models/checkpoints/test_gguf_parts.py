@@ -48,6 +48,23 @@ def test_parts_are_one_model(tmp_path: Path) -> None:
         name: tensor.content for name, tensor in tensors.items()}
 
 
+@pytest.mark.parametrize("name", ["mmproj-F16.gguf", "mmproj-model-f16.gguf", "gemma-3-4b-it-mmproj-f16.gguf",
+                                  "Qwen2.5-VL.mmproj-Q8_0.gguf"])
+def test_a_projector_beside_a_model_is_left_out(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A directory as people download it stands for its language model, and one line says so; alone it is what it is."""
+    write_parts(tmp_path)
+    (tmp_path / name).write_bytes(b"GGUF")
+    with caplog.at_level("INFO", "pagedcore"):
+        assert model_source(tmp_path) == str(tmp_path / name_of(0))
+    assert ["mmproj" in message for message in caplog.messages] == [True]
+    (tmp_path / "alone").mkdir()
+    shutil.copy(tmp_path / name, tmp_path / "alone" / name)
+    assert model_source(tmp_path / "alone") == str(tmp_path / "alone" / name)
+    (tmp_path / "my-mmprojector.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InvalidConfig, match="2 GGUF files"):
+        model_source(tmp_path)
+
+
 @pytest.mark.skipif(form_of_grouped_product(torch.float32) is None, reason="no such vectors")
 def test_a_model_in_parts_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every log-probability of a directory with two parts is that of the one file, to the last bit."""
