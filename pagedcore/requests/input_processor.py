@@ -287,7 +287,8 @@ def _tokenizing() -> Iterator[None]:
 
 
 def _needs_tokenizer(kind: str) -> InvalidPrompt:
-    return InvalidPrompt("prompt", kind, "token ids", "This engine has no tokenizer; pass tokenizer=... or ids.")
+    advice = "This engine has no tokenizer; pass tokenizer=... or ids."
+    return InvalidPrompt("prompt", kind, "token ids", advice, is_described=True)
 
 
 def is_single(prompts: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pagedcore.errors import InvalidPrompt
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests.input_processor import InputProcessor
 
@@ -23,3 +24,10 @@ def test_only_the_first_turn_begins_a_document(known: list[int] | None, expected
     """A further turn continues the text before it."""
     inputs = InputProcessor(BeginningTokenizer(), 10, 64, 256, 8, frozenset())  # type: ignore[arg-type]
     assert inputs.process("12", None, RequestOptions(), known).token_ids == expected
+
+
+def test_what_needs_a_tokenizer_is_called_by_its_kind() -> None:
+    """Without one a text is refused as text, and nothing of it is measured or repeated."""
+    inputs = InputProcessor(None, 10, 64, 256, 8, frozenset())
+    with pytest.raises(InvalidPrompt, match=r"^prompt: got text, allowed is token ids\. This engine has no tokenizer"):
+        inputs.process("12", None, RequestOptions())
