@@ -21,6 +21,7 @@ _TEXT_MODELS: Final[Mapping[str, Mapping[str, str]]] = {
     "gemma4": {"gemma4_text": "gemma4_text"},
     "gemma4_unified": {"gemma4_unified_text": "gemma4_unified_text"},
     "glm4v": {"glm4v_text": "glm4"},
+    "glm4v_moe": {"glm4v_moe_text": "glm4_moe"},
     "llama4": {"llama4_text": "llama4_text"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
