@@ -55,7 +55,7 @@ async def read_object(request: Request, max_body_bytes: int) -> dict[str, Any]:
     _require_json(request)
     body = await _read(request, max_body_bytes)
     if len(body) <= _LONG_BODY:
-        return _require_flat_object(_load(_decode(body)))
+        return _require_flat_object(_load(_decode(body), object_pairs_hook=_object))
     return await asyncio.to_thread(_parse_long, body, max_body_bytes // _BYTES_PER_VALUE)
 
 
@@ -131,7 +131,7 @@ class _Pauses:
     def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """Make an object."""
         self._count(1)
-        return dict(pairs)
+        return _object(pairs)
 
     def _count(self, num_values: int) -> None:
         before, self._num_values = self._num_values, self._num_values + num_values
@@ -208,6 +208,13 @@ def _load(text: str, **hooks: Any) -> Any:
     except (ValueError, RecursionError) as error:
         # Safety: from None, and its place alone, because the parser's own message repeats the text.
         raise _not_json(_flaw(text, error)) from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Safety: a filter before us may have read the other one of two members with one name.
+    if len(members := dict(pairs)) < len(pairs):
+        raise _not_json("an object with two members of one name")
+    return members
 
 
 def _flaw(text: str, error: Exception) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from langchain_core.messages import AIMessage, AIMessageChunk, InvalidToolCall, ToolCall, ToolCallChunk
 from langchain_core.messages.ai import InputTokenDetails, OutputTokenDetails, UsageMetadata
@@ -77,7 +77,7 @@ def _stop(ended: CompletionOutput | Delta) -> dict[str, Any]:
 def _arguments(text: str) -> dict[str, Any] | None:
     """Return arguments; ``None`` if two readers of their text could take different ones, or none."""
     try:
-        arguments = json.loads(text, object_pairs_hook=_unique)
+        arguments = json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     return arguments if isinstance(arguments, dict) else None
@@ -88,6 +88,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(members) != len(pairs):
         raise ValueError("two members have one name")
     return members
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(name)  # NaN and infinities, which JSON does not have
 
 
 def text_generations(output: RequestOutput, model: str, spell: Spell) -> list[Generation]:

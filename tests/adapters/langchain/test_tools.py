@@ -145,7 +145,8 @@ class Free(HermesFormat):
 
 
 @pytest.mark.parametrize(("arguments", "end"), [
-    ('{"a": 1, "a": 2, "b": 3}', "}</tool_call>"), ("{'a': 1}", "}</tool_call>"), ('{"a": 1, "b": 2', ""),
+    ('{"a": 1, "a": 2, "b": 3}', "}</tool_call>"), ('{"a": NaN}', "}</tool_call>"), ("{'a': 1}", "}</tool_call>"),
+    ('{"a": 1, "b": 2', ""),
 ])
 def test_arguments_that_are_not_sound_are_invalid_calls(arguments: str, end: str) -> None:
     """Arguments that two readers could read in two ways, that are no JSON, or that are cut off, are not carried out."""

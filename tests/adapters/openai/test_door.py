@@ -155,6 +155,7 @@ async def test_a_page_of_another_site_cannot_call() -> None:
     (b'{"prompt": "a"}}', [], 400, "something after the JSON text, at character 16 of 16"),
     (b'{"prompt": secret}', [], 400, "no JSON, at character 12 of 18"),
     (b'{"prompt": NaN}', [], 400, "no JSON"),
+    (b'{"prompt": "a", "user": {"b": 1, "b": 2}}', [], 400, "two members of one name"),
     (b"\xff{}", [], 400, "no UTF-8"),
     (b"[" * 80 + b"]" * 80, [], 400, "a JSON object"),
     (b'{"prompt": ' + b"[" * 80 + b"]" * 80 + b"}", [], 400, "nested deeper, allowed is at most 64 levels"),
