@@ -11,7 +11,21 @@ from typing import Annotated
 import typer
 
 from pagedcore._version import __version__
-from pagedcore.cli import bench, chat, convert, demo, doctor, generate, kernels, plugins, replay, serve, simulate, size
+from pagedcore.cli import (
+    bench,
+    chat,
+    convert,
+    demo,
+    doctor,
+    generate,
+    kernels,
+    pack,
+    plugins,
+    replay,
+    serve,
+    simulate,
+    size,
+)
 from pagedcore.cli.common import error_console
 from pagedcore.errors import PagedcoreError
 
@@ -20,8 +34,8 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
 )
 COMMANDS = (
-    demo.demo, generate.generate, chat.chat, serve.serve, size.size, convert.convert, plugins.plugins, doctor.doctor,
-    simulate.simulate, replay.replay,
+    demo.demo, generate.generate, chat.chat, serve.serve, size.size, convert.convert, pack.pack, plugins.plugins,
+    doctor.doctor, simulate.simulate, replay.replay,
 )
 for command in COMMANDS:
     app.command()(command)

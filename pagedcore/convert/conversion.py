@@ -173,7 +173,7 @@ def _write(
         unfinished.mkdir()
         _write_weights(unfinished / "model.safetensors", parts, files, on_progress)
         if files.directory is not None:
-            _copy_others(files.directory, unfinished)
+            copy_others(files.directory, unfinished)
         if isinstance(files, GGUFSource):
             files.write_others(unfinished)
         (unfinished / f"{_CONFIG}.new").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -185,7 +185,8 @@ def _write(
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _copy_others(source: Path, target: Path) -> None:
+def copy_others(source: Path, target: Path) -> None:
+    """Copy what goes along with a model's weights: text, and how to generate; raises ``OSError``."""
     for path in {path for pattern in _OTHER_FILES for path in source.glob(pattern) if path.is_file()}:
         shutil.copyfile(path, target / path.name)
 

@@ -38,14 +38,17 @@ class FileMappings:
     """
 
     def __init__(self) -> None:
-        """Read /proc/self/maps: ``begin-end permissions offset device inode path``; no ranges without such a file."""
+        """Read /proc/self/maps: ``begin-end permissions offset device inode path``; no ranges without such a file.
+
+        Left out is what is shared between processes: files of packed weights, which are meant to stay mapped.
+        """
         try:
             lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             lines = []
         self._ranges: list[tuple[int, int]] = []
         for fields in (line.split(None, 5) for line in lines):
-            if len(fields) == 6 and fields[4] != "0" and fields[5].startswith("/"):
+            if len(fields) == 6 and fields[1].endswith("p") and fields[4] != "0" and fields[5].startswith("/"):
                 begin, _, end = fields[0].partition("-")
                 self._ranges.append((int(begin, 16), int(end, 16)))
         self._ranges.sort()

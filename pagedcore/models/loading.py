@@ -27,6 +27,8 @@ from pagedcore.protocols import AttentionFactory, LinearFactory, ModelBackend, T
 if TYPE_CHECKING:
     from pagedcore.execution.devices import Device
     from pagedcore.models.blueprint import Blueprint
+    from pagedcore.models.checkpoints.packed_file import PackedFile
+    from pagedcore.models.checkpoints.packed_model import Wanted
     from pagedcore.models.checkpoints.quantized import StoredFormat
     from pagedcore.models.transformers_model import TransformersModel
 
@@ -83,6 +85,33 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
         config: number format, device, block size, attention and linear backend, and trust.
         load: as for ``resolve_backend``, whose errors are raised.
     """
+    return _backend(model, config, load)[0]
+
+
+def portable_backend(
+    source: str, config: EngineConfig, load: Loader, on_loaded: Callable[[Any], None]
+) -> tuple[TransformersModel, Any]:
+    """Return a backend made of a model's own files, whatever packed weights are beside them, and its tree of modules.
+
+    Args:
+        source: a directory or a GGUF file.
+        config: as of ``transformers_backend``, as are ``load`` and the errors.
+        load: looks an entry of a plugin table up.
+        on_loaded: called with the tree before its layers are packed.
+    """
+    return _backend(source, config, load, use_packed=lambda: None, on_loaded=on_loaded)
+
+
+def backend_of_packed(source: str, packed: PackedFile, config: EngineConfig, load: Loader) -> TransformersModel:
+    """Return a backend made of packed weights that are mapped; other arguments and errors as above."""
+    return _backend(source, config, load, use_packed=lambda: packed)[0]
+
+
+def _backend(
+    model: Any, config: EngineConfig, load: Loader, *, use_packed: Callable[[], PackedFile | None] | None = None,
+    on_loaded: Callable[[Any], None] = lambda model: None,
+) -> tuple[TransformersModel, Any]:
+    """Return a backend and its model; ``use_packed`` returns packed weights in the place of those found by a path."""
     is_named = isinstance(model, str | os.PathLike)
     # Why: a caller with a loaded model has imported transformers.
     transformers = sys.modules.get("transformers")
@@ -95,9 +124,9 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     from pagedcore.execution.memory_pages import give_back_freed
     from pagedcore.models.checkpoints import auto_int8
     from pagedcore.models.checkpoints.ownership import require_free, take_whole
+    from pagedcore.models.checkpoints.packed_model import find_packed, identity_of, load_packed
     from pagedcore.models.checkpoints.pretrained import as_refusals
     from pagedcore.models.checkpoints.quantized import stored_format
-    from pagedcore.models.families.wrappers import WHOLE
     from pagedcore.models.linears.stored_weight import has_unpacked
     from pagedcore.models.transformers_model import TransformersModel
 
@@ -113,10 +142,14 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
     linears = _linears(config, device, load, quantization, is_quantized)
     given = model
     source = model if is_named else type(model).__name__
-    model = _load(model, stored, config, device)
-    if whole := getattr(model.config, WHOLE, None):
-        _log.info("%s runs as a model of text: its language model is computed as %s, and its other parts are left out.",
-                  whole, model.config.model_type)
+    if use_packed is not None:
+        packed = use_packed()
+    else:
+        packed = find_packed(source, _wanted(config, device)) if is_named else None
+    model = _load(model, stored, config, device) if packed is None else load_packed(
+        source, stored, packed, trust_remote_code=config.trust_remote_code)
+    on_loaded(model)
+    _tell_parts(model.config)
     # Why: an architecture's own code runs here, and raises what it likes.
     with as_refusals(source, "its architecture cannot run here", ModelNotSupported):
         if quantization == AUTO_INT8 and not is_quantized:
@@ -128,11 +161,33 @@ def transformers_backend(model: Any, config: EngineConfig, load: Loader) -> Tran
             device=device,
         )
     give_back_freed()
+    if packed is not None:
+        backend.fingerprint = identity_of(packed)
     if not is_named and given is not model:
         take_whole(given)
     if stored is not None and has_unpacked(model):
         raise InternalError("a quantised layer was not packed")
-    return backend
+    return backend, model
+
+
+def _tell_parts(config: Any) -> None:
+    """Log that a wrapper's language model is computed alone, if it is one."""
+    from pagedcore.models.families.wrappers import WHOLE
+
+    if whole := getattr(config, WHOLE, None):
+        _log.info("%s runs as a model of text: its language model is computed as %s, and its other parts are left out.",
+                  whole, config.model_type)
+
+
+def _wanted(config: EngineConfig, device: Device) -> Wanted:
+    from pagedcore.models.checkpoints.packed_model import Wanted
+    from pagedcore.models.checkpoints.pretrained import computing_dtype
+
+    others = [f"device {config.device!r}"] if device.kind != "cpu" else []
+    others += [f"linear_backend {config.linear_backend!r}"] if config.linear_backend != "auto" else []
+    is_chosen = config.dtype != "auto"
+    dtype = computing_dtype(config.dtype if is_chosen else device.default_dtype, device.kind)
+    return Wanted(dtype, is_chosen, config.quantization, others[0] if others else "")
 
 
 def _attention(config: EngineConfig, device: Device, load: Loader) -> tuple[str, Any]:

@@ -140,13 +140,25 @@ class GGUF:
         FileMappings().free_pages(rows)
         return numbers
 
-    def replace_embedding(self, name: str, module: nn.Embedding, dtype: torch.dtype) -> None:
-        """Keep an embedding's rows as the file has them, in memory; they are decoded when they are looked up."""
+    def replace_embedding(
+        self, name: str, module: nn.Embedding, dtype: torch.dtype, own_rows: torch.Tensor | None = None
+    ) -> None:
+        """Keep an embedding's rows as the file has them, in memory; they are decoded when they are looked up.
+
+        With ``own_rows``, which somebody keeps already, those.
+
+        Raises:
+            ModelNotSupported: they have another size, or the tensor is none of blocks.
+        """
         shape = module.num_embeddings, module.embedding_dim
         if (weight := self.weight(self, name, shape, dtype)) is None:
+            if own_rows is not None:
+                raise refusal(f"{name} is of numbers, and its packed rows are blocks")
             return
         kind, rows = self._rows(f"{name}.weight", shape)
-        rows = rows.clone()
+        if own_rows is not None and (own_rows.shape, own_rows.dtype) != (rows.shape, rows.dtype):
+            raise refusal(f"{name} has rows {list(rows.shape)}, and packed are {list(own_rows.shape)}")
+        rows = rows.clone() if own_rows is None else own_rows
 
         def look_up(token_ids: torch.Tensor) -> torch.Tensor:
             numbers = kind.weight(rows[token_ids.flatten()], name).numbers()

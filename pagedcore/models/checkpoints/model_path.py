@@ -36,6 +36,14 @@ def part_of(path: str | os.PathLike[str], number: int, count: int) -> Path | Non
     return Path(path).with_name(f"{found[1]}-{number:05d}-of-{count:05d}{found[4]}")
 
 
+def parts_of(path: str | os.PathLike[str]) -> list[Path]:
+    """Return a GGUF file and, if it is the first of several, the others, as far as they are there."""
+    found = _PART.fullmatch(Path(path).name)
+    count = int(found[3]) if found is not None else 1
+    others = (part_of(path, number, count) for number in range(2, count + 1))
+    return [Path(path), *(one for one in others if one is not None and one.is_file())]
+
+
 def _is_further_part(path: Path) -> bool:
     """Whether a name says that there is a part before, which is in the directory."""
     found = _PART.fullmatch(path.name)

@@ -30,11 +30,11 @@ from pagedcore.models.checkpoints.mxfp4 import Mxfp4
 from pagedcore.models.checkpoints.pretrained import as_refusals, find_file, find_weights, load_config
 from pagedcore.models.checkpoints.quick_start import NotQuick, build_tree
 from pagedcore.models.checkpoints.shipped_code import tell_own_class
-from pagedcore.models.checkpoints.stored_experts import replace_experts
+from pagedcore.models.checkpoints.stored_experts import NamedTensors, replace_experts
 from pagedcore.models.checkpoints.tensor_files import FLOATS, TensorFiles
 from pagedcore.models.checkpoints.text_models import compute_buffers
 from pagedcore.models.checkpoints.weight_files import only_file, tell_adapter
-from pagedcore.models.families.supported_models import check_num_layers
+from pagedcore.models.families.supported_models import check_layers_of, check_num_layers
 from pagedcore.models.families.table import module_name
 from pagedcore.models.linears.int8_embedding import FIELD, restore_embedding
 from pagedcore.models.linears.packed_linear import can_pack
@@ -140,11 +140,11 @@ def load_stored(
     if not isinstance(stored, GGUF):
         source = find_weights(source, trust_remote_code)
         tell_adapter(Path(source))
-    model = _tree_of(source, stored, dtype, trust_remote_code, is_quick)
+    model = tree_of(source, stored, dtype, trust_remote_code, is_quick)
     with as_refusals(source):
         files = _open_files(source, stored, model, dtype)
         replace_weights(model, files, stored, dtype)
-        _map_tensors(model, files)
+        map_tensors(model, files)
         if isinstance(stored, GGUF):
             stored.scale_angles(model)
         elif (kind := getattr(model.config, FIELD, None)) is not None:
@@ -164,8 +164,10 @@ def why_not_quick(source: str, stored: StoredFormat) -> str:
     return ""
 
 
-def _quick_tree(source: str, stored: StoredFormat, dtype: torch.dtype) -> ForCausalLM:
-    """Build a model's modules without transformers.
+def _quick_tree(
+    source: str, stored: StoredFormat | None, dtype: torch.dtype, num_tensors: int | None = None
+) -> ForCausalLM:
+    """Build a model's modules without transformers; arguments as of ``tree_of``.
 
     Raises:
         NotQuick: transformers builds others, or says more of what is wrong.
@@ -173,7 +175,7 @@ def _quick_tree(source: str, stored: StoredFormat, dtype: torch.dtype) -> ForCau
     if isinstance(stored, GGUF):
         raise NotQuick("it is a GGUF file")
     try:
-        num_tensors = len(TensorFiles(Path(source)))
+        num_tensors = len(TensorFiles(Path(source))) if num_tensors is None else num_tensors
     except (ModelNotSupported, SafetensorError, OSError, RuntimeError) as error:
         raise NotQuick(f"its weights could not be read ({type(error).__name__})") from error
     tree = build_tree(Path(source), dtype, num_tensors, left_out={"quantization_config", FIELD})
@@ -182,18 +184,36 @@ def _quick_tree(source: str, stored: StoredFormat, dtype: torch.dtype) -> ForCau
     return tree
 
 
-def _tree_of(source: str, stored: StoredFormat, dtype: torch.dtype, trust_remote_code: bool, is_quick: bool) -> Any:
-    """Return a model's modules, with buffers and without memory for its weights."""
+def tree_of(
+    source: str, stored: StoredFormat | None, dtype: torch.dtype, trust_remote_code: bool, is_quick: bool,
+    num_tensors: int | None = None,
+) -> Any:
+    """Return a model's modules, with buffers and without memory for its weights.
+
+    Args:
+        source: as of ``load_stored``.
+        stored: how its files hold it; ``None``: as numbers.
+        dtype: number format of its weights.
+        trust_remote_code: whether code shipped with the model may run.
+        is_quick: build it without transformers where that computes the same.
+        num_tensors: how many its files have; ``None``: those of its safetensors are counted.
+
+    Raises:
+        ModelNotSupported: the architecture cannot run here, or has more layers than there are tensors.
+        InvalidConfig: a file is damaged.
+    """
     if is_quick:
         try:
-            return _quick_tree(source, stored, dtype)
+            return _quick_tree(source, stored, dtype, num_tensors)
         except NotQuick as reason:
             _log.debug("The modules of the model are those of transformers: %s.", reason)
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     config = config_of(source, stored, trust_remote_code)
     with as_refusals(source):
-        if not isinstance(stored, GGUF):
+        if num_tensors is not None:
+            check_layers_of(num_tensors, config)
+        elif not isinstance(stored, GGUF):
             check_num_layers(only_file(Path(source)), config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -284,8 +304,12 @@ def _require_no_bias(files: TensorFiles | GGUF, name: str, size: int) -> None:
         raise refusal(f"{name} is not zero, and the architecture has none")
 
 
-def _map_tensors(model: nn.Module, files: TensorFiles | GGUF) -> None:
-    """Map every parameter and buffer that is left, converted where its number format differs; tied ones stay tied."""
+def map_tensors(model: nn.Module, files: NamedTensors) -> None:
+    """Map every parameter and buffer that is left, converted where its number format differs; tied ones stay tied.
+
+    Raises:
+        ModelNotSupported: the files lack one, or have it in another shape.
+    """
     places: dict[int, list[str]] = defaultdict(list)
     tensors = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():

@@ -65,12 +65,12 @@ class FusedPart(nn.Module):
 
     def __init__(self, whole: PackedLinear, begin: int, end: int) -> None:
         super().__init__()
-        self.whole, self._outputs = whole, slice(begin, end)
+        self.whole, self.begin, self._end = whole, begin, end
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [..., in] and return [..., end - begin]."""
         product: torch.Tensor = self.whole(rows)
-        return product[..., self._outputs]
+        return product[..., self.begin : self._end]
 
 
 class FusedLayer:

@@ -19,6 +19,7 @@ from torch import nn
 
 from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models.attention.interface import ATTENTION_KEY
+from pagedcore.models.linears.shared_embedding import RowsOfProduct
 from pagedcore.models.linears.stored_weight import StoredWeight
 
 _OWN_ATTENTION: Final = (
@@ -119,7 +120,7 @@ def check_modules(model: nn.Module, name: str) -> None:
             raise _refusal(name, f"{_STATE} ({type(module).__name__})")
         # Why by type: a subclass of a tensor computes in its own way.
         weight = getattr(module, "weight", None)
-        if weight is None or isinstance(weight, StoredWeight):
+        if weight is None or isinstance(weight, StoredWeight | RowsOfProduct):
             continue
         if type(weight) not in (torch.Tensor, nn.Parameter) or not weight.is_floating_point():
             raise _refusal(name, f"{_QUANTIZED} ({type(module).__name__})")
@@ -145,11 +146,16 @@ def check_num_layers(files: Sequence[Path], config: Any) -> None:
         ModelNotSupported: there are fewer.
         SafetensorError: a file is damaged.
     """
-    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     num_tensors = 0
     for path in files:
         with safe_open(path, framework="pt") as file:
             num_tensors += len(file.keys())
+    check_layers_of(num_tensors, config)
+
+
+def check_layers_of(num_tensors: int, config: Any) -> None:
+    """Refuse more layers than there are tensors; arguments and errors as of ``check_num_layers``."""
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(num_layers, int) and num_layers > num_tensors:
         raise ModelNotSupported(f"model: num_hidden_layers is {num_layers}, and its files have {num_tensors} tensors.")
 

@@ -24,11 +24,20 @@ class Int8Table:
     Invariant: the bits are the same before and after ``share``.
     """
 
+    @classmethod
+    def of_product(cls, product: object, dtype: torch.dtype) -> Int8Table:
+        """Return the table that a product has."""
+        table = cls(torch.empty(0, 0, dtype=torch.int8), torch.empty(0), dtype)
+        table.share(product)
+        return table
+
     def __init__(self, values: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
         """Take int8 [tokens, size] and float32 [tokens], and the number format of rows."""
         self.tensors = [values, scales]
         """The table, until a product has it."""
         self.dtype = dtype
+        self.product: object = None
+        """What it shares, or nothing."""
         self._rows: Callable[[torch.Tensor], torch.Tensor] = self._own_rows
 
     @property
@@ -49,7 +58,7 @@ class Int8Table:
         """Read rows from a product of this table from now on, and keep no other copy."""
         if not isinstance(product, ShowsRows):
             raise InternalError(f"{type(product).__name__} does not show its rows")
-        self._rows = product.weight_rows
+        self._rows, self.product = product.weight_rows, product
         self.tensors.clear()
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:

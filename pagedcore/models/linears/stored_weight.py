@@ -6,9 +6,9 @@ file when the layer is packed, and does not keep it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -20,6 +20,9 @@ from pagedcore.models.linears.schemes import dequantize, require_quantized
 from pagedcore.protocols import LinearFactory, Matmul
 from pagedcore_kernels.cpu.matmul import packed_grouped, packed_int8
 from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages
+
+SEPARATOR: Final = "+"
+"""Between the names of layers that are one product."""
 
 
 def refusal(found: str) -> ModelNotSupported:
@@ -90,6 +93,12 @@ class StoredWeight:
     """Returns the numbers [out, in] of a weight that is none of a scheme, in ``dtype``; ``read`` is of no use then."""
     parts: Sequence[StoredWeight] = ()
     """Weights of several layouts whose outputs are this one's; ``read`` is of no use then."""
+    ready: Callable[[str, tuple[int, int], torch.Tensor | None], Matmul] | None = None
+    """``(name, shape, bias) -> product`` of a weight that is packed already; ``read`` is of no use then."""
+    name: str = ""
+    """Of such a weight; those of its parts, one behind the other, of a weight of several layers."""
+    whole: str = ""
+    """Name of the product that has it."""
 
     device = torch.device("cpu")
 
@@ -136,8 +145,12 @@ class StoredWeight:
         Raises:
             ModelNotSupported: the product is not what the weight says.
         """
+        if self.ready is not None:
+            return self.ready(self.name, self.shape, bias)
         if self.parts:
-            return JoinedMatmul(self.parts, bias)
+            sizes = [part.shape[0] for part in self.parts]
+            biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+            return JoinedMatmul([part.product(share) for part, share in zip(self.parts, biases, strict=True)])
         weight, scheme = self.read(), SCHEMES[self.scheme]
         if scheme.quantizes_rows:
             made: Matmul = packed_int8.PackedInt8Matmul(weight.values, weight.scales[:, 0], bias, self.dtype)
@@ -164,6 +177,19 @@ def decoded_late(
     return StoredWeight("none", shape, dtype, 1, tensors, read, decode=decode)
 
 
+def packed_already(
+    name: str, whole: str, shape: tuple[int, int], dtype: torch.dtype,
+    ready: Callable[[str, tuple[int, int], torch.Tensor | None], Matmul],
+) -> StoredWeight:
+    """Return a weight whose product ``ready`` returns, as it does that of several such weights together, by ``whole``.
+    """
+
+    def read() -> QuantizedWeight:
+        raise TypeError("a weight that is packed already is not packed once more")
+
+    return StoredWeight("none", shape, dtype, 1, (), read, ready=ready, name=name, whole=whole)
+
+
 def numbers_of(weight: Any) -> torch.Tensor:
     """Return the numbers of a weight that is a tensor, or is decoded late."""
     numbers: torch.Tensor = weight.decode() if isinstance(weight, StoredWeight) and weight.decode else weight
@@ -186,6 +212,9 @@ def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
         return QuantizedWeight(values, scales, zeros, parts[0].codebook)
 
     first, is_uniform = weights[0], len({weight.layout for weight in weights}) == 1
+    if first.ready is not None:
+        shape = sum(weight.shape[0] for weight in weights), first.shape[1]
+        return packed_already(_name_of_all(weights), first.whole, shape, first.dtype, first.ready)
     return StoredWeight(
         first.scheme, (sum(weight.shape[0] for weight in weights), first.shape[1]), first.dtype, first.num_groups,
         [tensor for weight in weights for tensor in weight.tensors], read, first.order, first.has_least,
@@ -197,20 +226,18 @@ def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
 class JoinedMatmul:
     """Products of one row with weights of several layouts, side by side."""
 
-    def __init__(self, parts: Sequence[StoredWeight], bias: torch.Tensor | None) -> None:
-        """Pack weights [out, in] with their share of a bias of all outputs."""
-        sizes = [part.shape[0] for part in parts]
-        biases = [None] * len(parts) if bias is None else torch.split(bias, sizes)
-        self._products = [part.product(share) for part, share in zip(parts, biases, strict=True)]
-        for product in self._products:
+    def __init__(self, products: Sequence[Matmul]) -> None:
+        """Take products of rows of one format and one size."""
+        self.products = products
+        for product in products:
             move_to_huge_pages(*product.memory)
-        self.weight = self._products[0].weight
+        self.weight = products[0].weight
         self.memory = 0, 0
         """None of its own."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply; see ``Matmul``."""
-        return torch.cat([product(rows) for product in self._products], dim=1)
+        return torch.cat([product(rows) for product in self.products], dim=1)
 
 
 class StoredMatrices(tuple[StoredWeight, ...]):
@@ -234,12 +261,12 @@ class ReorderedMatmul:
 
     def __init__(self, product: Matmul, order: torch.Tensor) -> None:
         """Take a product, and the input of each of its columns, int64 [in]."""
-        self._product, self._order = product, order
+        self.product, self.order = product, order
         self.weight, self.memory = product.weight, product.memory
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply; see ``Matmul``."""
-        return self._product(rows.index_select(1, self._order))
+        return self.product(rows.index_select(1, self.order))
 
 
 class StoredLinears:
@@ -258,9 +285,19 @@ class StoredLinears:
         return weight.product(bias) if is_of_scheme else self._others(numbers_of(weight), bias)
 
 
-def can_join(weights: Iterable[Any]) -> bool:
-    """Return whether weights of linear layers are all stored ones, or all tensors, and so may be parts of a product."""
-    return len({isinstance(weight, StoredWeight) for weight in weights}) == 1
+def can_join(weights: Sequence[Any]) -> bool:
+    """Return whether weights of linear layers are all stored ones, or all tensors, and so may be parts of a product.
+
+    Weights that are packed already may if they are all parts of the same one.
+    """
+    if len({isinstance(weight, StoredWeight) for weight in weights}) > 1:
+        return False
+    first = weights[0]
+    return not isinstance(first, StoredWeight) or first.ready is None or first.whole == _name_of_all(weights)
+
+
+def _name_of_all(weights: Sequence[StoredWeight]) -> str:
+    return SEPARATOR.join(weight.name for weight in weights)
 
 
 def tensors_of(weight: Any) -> Sequence[torch.Tensor]:

@@ -30,7 +30,8 @@ from pagedcore_kernels.cpu.matmul.amx import (
     rows_of_blocks,
 )
 from pagedcore_kernels.cpu.matmul.largest import bar_outputs, first_barred, keep_candidate
-from pagedcore_kernels.cpu.matmul.packing import INPUT_BYTES, panels_of, rows_of
+from pagedcore_kernels.cpu.matmul.packed_weight import PackedWeight
+from pagedcore_kernels.cpu.matmul.packing import INPUT_BYTES, panels_of, rows_of, shape_of_panels
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.tiles import (
     BYTE_MATRIX_UNITS,
@@ -76,6 +77,9 @@ _SHARE_ROWS = 64
 """Fewest rows of a work item, where a panel is cut into several."""
 SIZE_WORDS = 5, 9
 """Words of the parameter block: the number of rows, and the first of the two of ``work_items``."""
+LAYOUT, LAYOUT_VERSION = "float", 1
+"""Name and version of the arrangement that ``panels_of`` makes, for files that hold it: another arrangement is another
+version."""
 
 
 def form_of_product(dtype: torch.dtype, num_inputs: int) -> int | None:
@@ -117,22 +121,28 @@ class PackedMatmul(PackedProduct):
 
     def __init__(self, weight: torch.Tensor | Sequence[torch.Tensor], bias: torch.Tensor | None) -> None:
         parts = [weight] if isinstance(weight, torch.Tensor) else weight
-        weight = parts[0]
-        super().__init__(sum(len(part) for part in parts), weight.shape[1])
-        form = form_of_product(weight.dtype, self._num_inputs)
+        first = parts[0]
+        if not can_multiply(first.dtype, first.shape[1]):
+            raise InternalError(f"weight: {first.dtype} of shape {tuple(first.shape)} cannot be packed here")
+        num_outputs = sum(len(part) for part in parts)
+        self._take(PackedWeight(LAYOUT, num_outputs, first.shape[1], {"panels": panels_of(parts)}), bias, first.dtype)
+
+    def _take(self, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(packed)
+        form = form_of_product(dtype, self._num_inputs)
         if form is None:
-            raise InternalError(f"weight: {weight.dtype} of shape {tuple(weight.shape)} cannot be packed here")
-        self.weight = panels_of(parts)
-        self._bias = weight.new_zeros(self._num_panels * PANEL)
+            raise InternalError(f"weight: {dtype} with {self._num_inputs} inputs cannot be multiplied here")
+        self.weight = packed.tensor("panels", dtype, shape_of_panels(self._num_outputs, self._num_inputs, dtype))
+        self._bias = torch.zeros(self._num_panels * PANEL, dtype=dtype)
         if bias is not None:
             self._bias[: self._num_outputs] = bias
-        self._form, self._kernel = form, matmul_kernel(form, weight.dtype)
+        self._form, self._kernel = form, matmul_kernel(form, dtype)
         self._parameters = ParameterBlock(12)
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Address and bytes of the packed weight."""
-        return self.weight.data_ptr(), self.weight.nbytes
+        """Address and bytes of the packed weight; no bytes if it is mapped."""
+        return self.packed.memory(self.weight)
 
     def weight_rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the weights of some outputs, int64 [n], as [n, in] in their number format."""

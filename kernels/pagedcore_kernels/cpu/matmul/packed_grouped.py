@@ -45,6 +45,7 @@ from pagedcore_kernels.cpu.matmul.grouped_tiles import (
 )
 from pagedcore_kernels.cpu.matmul.largest import bar_outputs, first_barred, keep_candidate
 from pagedcore_kernels.cpu.matmul.packed import fewest_streamed_rows, sizes_of_product, work_items
+from pagedcore_kernels.cpu.matmul.packed_weight import Fact, PackedWeight
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.tiles import MATRIX_UNITS, PAIRS, PANEL, SINGLES, SUM_BYTES, store_sums
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
@@ -52,6 +53,11 @@ from pagedcore_kernels.cpu.simd import LANES, address_of, claim, drain_streams, 
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RowRoom
 
+LAYOUT, LAYOUT_VERSION = "grouped", 1
+"""Name and version of the arrangement that ``grouped_panels_of`` makes, for files that hold it: another arrangement is
+another version."""
+_KINDS = {"whole": WHOLE, "zeros": WITH_ZEROS, "least": WITH_LEAST} | KIND_OF_CODEBOOK
+"""What values stand for, by name."""
 _GROUP_ROWS = 64
 """Rows that share a chunk of unpacked weights, whose sums take 16 KiB."""
 _SHARE_ROWS = 64
@@ -121,28 +127,44 @@ class PackedGroupedMatmul(PackedProduct):
         _check(values, scales, zeros, bits, bias)
         if codebook and (codebook not in KIND_OF_CODEBOOK or bits != 4 or zeros is not None):
             raise InternalError(f"codebook: got {codebook!r} for {bits} bits, {'no ' * (zeros is None)}zero points")
-        super().__init__(*values.shape)
-        num_groups = scales.shape[1]
+        panels = grouped_panels_of(values, scales, zeros, bits, _kind_of(zeros))
+        kind = KIND_OF_CODEBOOK.get(codebook, _kind_of(zeros))
+        name = next(name for name, one in _KINDS.items() if one == kind)
+        facts: dict[str, Fact] = {
+            "groups": scales.shape[1], "bits": bits, "halves": _is_half(scales), "values": name,
+        }  # fmt: skip
+        num_outputs, num_inputs = values.shape
+        self._take(PackedWeight(LAYOUT, num_outputs, num_inputs, {"panels": panels}, facts), bias, dtype)
+
+    def _take(self, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(packed)
+        num_groups, bits = packed.facts.get("groups"), int(packed.fact("bits", *_RANGES))
+        kind, halves = _KINDS[str(packed.fact("values", *_KINDS))], int(packed.fact("halves", 0, 1))
         self._padding = -self._num_inputs % UNIT
-        size = (self._num_inputs + self._padding) // num_groups
-        form = form_of_grouped_product(dtype, size)
-        assert form is not None  # Invariant: asked above
-        self._panels = grouped_panels_of(values, scales, zeros, bits, _kind_of(zeros))
+        padded = self._num_inputs + self._padding
+        if type(num_groups) is not int or not 0 < num_groups <= padded or padded % (num_groups * UNIT):
+            raise InternalError(f"grouped weight: {self._num_inputs} inputs are in {num_groups!r} groups")
+        if (num_groups > 1 and self._padding) or (kind in KIND_OF_CODEBOOK.values() and bits != 4):
+            raise InternalError(f"grouped weight: {self._num_inputs} inputs of {bits} bits in {num_groups} groups")
+        size = padded // num_groups
+        if (form := form_of_grouped_product(dtype, size)) is None:
+            raise InternalError(f"rows: {dtype} cannot be multiplied here by weights of few bits")
+        group_bytes = header_bytes(kind, halves) + size // UNIT * unit_bytes(bits)
+        self._panels = packed.tensor("panels", torch.uint8, (self._num_panels, num_groups, group_bytes))
         self.weight = torch.empty(0, dtype=dtype)
         self._bias = torch.zeros(self._num_panels * PANEL, dtype=dtype)
         if bias is not None:
             self._bias[: self._num_outputs] = bias
         self._is_widened = dtype == torch.bfloat16 and form == SINGLES
         self._sizes = num_groups, size // UNIT
-        self._is_int8_by_output = bits == 8 and num_groups == 1 and zeros is None and not _is_half(scales)
-        kind = KIND_OF_CODEBOOK.get(codebook, _kind_of(zeros))
-        self._kernel = _kernel(form, bits, kind, _is_half(scales), dtype)
+        self._is_int8_by_output = bits == 8 and num_groups == 1 and kind == WHOLE and not halves
+        self._kernel = _kernel(form, bits, kind, halves, dtype)
         self._parameters = ParameterBlock(13)
 
     @property
     def memory(self) -> tuple[int, int]:
-        """Address and bytes of the packed weight, its scales and zero points included."""
-        return self._panels.data_ptr(), self._panels.nbytes
+        """Address and bytes of the packed weight, its scales and zero points included; no bytes if it is mapped."""
+        return self.packed.memory(self._panels)
 
     def weight_rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the weights of some outputs, int64 [n], as float32 [n, in]: ``float(value) * scale``.

@@ -19,7 +19,8 @@ import torch
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.amx import may_use_tiles
 from pagedcore_kernels.cpu.matmul.packed import SIZE_WORDS, matmul_kernel, sizes_of_product, work_items
-from pagedcore_kernels.cpu.matmul.packing import panels_of, rows_of, sums_of
+from pagedcore_kernels.cpu.matmul.packed_weight import PackedWeight
+from pagedcore_kernels.cpu.matmul.packing import panels_of, rows_of, shape_of_panels, sums_of
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.quantize_rows import ROW_MULTIPLE, UNSIGNED_OFFSET, RowQuantizer
 from pagedcore_kernels.cpu.matmul.tiles import BYTE_MATRIX_UNITS, BYTES, PANEL, WIDENED_BYTES
@@ -33,6 +34,9 @@ MOST_INPUTS = 2**16
 FEWEST_TILE_ROWS = 8
 """Fewest rows that matrix units multiply: at 8 they took 0.94 of the time of vectors, at 16 0.79, at 6 1.12 (a Xeon).
 """
+LAYOUT, LAYOUT_VERSION = "int8", 1
+"""Name and version of the arrangement of panels, scales and corrections, for files that hold it: another arrangement is
+another version."""
 NEVER = sys.maxsize
 """More rows than any product has: vectors multiply all."""
 _COMPARED = ((64, 48, (1, 8, 17)), (130, 2000, (1, 8, 9, 16, 17, 32, 33, 70, 600)))
@@ -112,36 +116,42 @@ class PackedInt8Matmul(PackedProduct):
         self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype,
         tiles_from: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(*weight.shape)
-        form = form_of_int8_product(self._num_inputs)
-        if form is None or weight.dtype != torch.int8 or dtype not in (torch.float32, torch.bfloat16):
+        num_outputs, num_inputs = weight.shape
+        form = form_of_int8_product(num_inputs)
+        if form is None or weight.dtype != torch.int8:
             raise InternalError(f"weight: {weight.dtype} of shape {tuple(weight.shape)} cannot be packed here")
-        self._padding = -self._num_inputs % ROW_MULTIPLE
-        if self._padding:
-            weight = torch.nn.functional.pad(weight, (0, self._padding))
-        self._panels = panels_of([weight])
-        self.weight = torch.empty(0, dtype=dtype)
-        offset = UNSIGNED_OFFSET if form == BYTES else 0
+        if padding := -num_inputs % ROW_MULTIPLE:
+            weight = torch.nn.functional.pad(weight, (0, padding))
         # Why: the sum over rows as uint8 is too large by the offset times the sum of the weights.
-        corrections = (offset * sums_of(weight)).int()
-        self._corrections, self._scales = self._filled(corrections), self._filled(scales.float())
-        self._bias = self._filled(scales.new_zeros(0) if bias is None else bias.float())
-        is_wide = form == BYTES
+        corrections = (_offset_of(form) * sums_of(weight)).int()
+        tensors = {"panels": panels_of([weight]), "scales": _filled(scales.float()),
+                   "corrections": _filled(corrections)}  # fmt: skip
+        self._take(PackedWeight(LAYOUT, num_outputs, num_inputs, tensors), bias, dtype, tiles_from)
+
+    def _take(
+        self, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype, tiles_from: int | None = None
+    ) -> None:
+        super().__init__(packed)
+        form = form_of_int8_product(self._num_inputs)
+        if form is None or dtype not in (torch.float32, torch.bfloat16):
+            raise InternalError(f"rows: {dtype} with {self._num_inputs} inputs cannot be multiplied here by int8")
+        self._padding, filled = -self._num_inputs % ROW_MULTIPLE, (self._num_panels * PANEL,)
+        shape = shape_of_panels(self._num_outputs, self._num_inputs + self._padding, torch.int8)
+        self._panels = packed.tensor("panels", torch.int8, shape)
+        self._scales = packed.tensor("scales", torch.float32, filled)
+        self._corrections = packed.tensor("corrections", torch.int32, filled)
+        self.weight = torch.empty(0, dtype=dtype)
+        self._bias = torch.zeros(filled) if bias is None else _filled(bias.float())
+        is_wide, offset = form == BYTES, _offset_of(form)
         self._tiles_from = NEVER if not is_wide else fewest_tile_rows(dtype) if tiles_from is None else tiles_from
         self._quantize, self._kernel = RowQuantizer(dtype, offset), matmul_kernel(form, dtype)
         self._tiles_kernel = self._kernel if self._tiles_from == NEVER else matmul_kernel(BYTE_MATRIX_UNITS, dtype)
         self._parameters = ParameterBlock(15)
 
-    def _filled(self, values: torch.Tensor) -> torch.Tensor:
-        """Fill up to whole panels with zeros."""
-        filled = values.new_zeros(self._num_panels * PANEL)
-        filled[: len(values)] = values
-        return filled
-
     @property
     def memory(self) -> tuple[int, int]:
-        """Address and bytes of the packed weight."""
-        return self._panels.data_ptr(), self._panels.nbytes
+        """Address and bytes of the packed weight; no bytes if it is mapped."""
+        return self.packed.memory(self._panels)
 
     def weight_rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """Return the weights of some outputs, int64 [n], as float32 [n, in]: ``float(value) * scale``."""
@@ -165,6 +175,16 @@ class PackedInt8Matmul(PackedProduct):
         kernel = self._kernel if num_rows < self._tiles_from else self._tiles_kernel
         kernels = self._tiles_from, self._kernel.address, self._tiles_kernel.address
         kernel.run(self._parameters, resize=(_sizes_of_product, self._num_panels, *kernels))
+
+
+def _filled(values: torch.Tensor) -> torch.Tensor:
+    """Fill up to whole panels with zeros."""
+    return torch.nn.functional.pad(values, (0, -len(values) % PANEL))
+
+
+def _offset_of(form: int) -> int:
+    """Return what vectors add to each value of a row."""
+    return UNSIGNED_OFFSET if form == BYTES else 0
 
 
 def _sizes_of_product(shape: StepShape, num_panels: int, tiles_from: int, vectors: int, tiles: int) -> Sizes:

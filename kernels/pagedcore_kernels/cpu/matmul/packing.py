@@ -42,8 +42,7 @@ def panels_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     Outputs that fill up the last panel have weights of zero.
     """
     first, num_outputs = parts[0], sum(len(part) for part in parts)
-    inputs = INPUT_BYTES // first.dtype.itemsize
-    panels = empty_in_huge_pages((-(-num_outputs // PANEL), first.shape[1] // inputs, PANEL, inputs), first.dtype)
+    panels = empty_in_huge_pages(shape_of_panels(num_outputs, first.shape[1], first.dtype), first.dtype)
     if num_outputs % PANEL:
         panels[-1].zero_()
     output = 0
@@ -54,6 +53,12 @@ def panels_of(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         _kernel().run(parameters)
         output += len(rows)
     return panels
+
+
+def shape_of_panels(num_outputs: int, num_inputs: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Return the shape of the panels of a weight [out, in]."""
+    inputs = INPUT_BYTES // dtype.itemsize
+    return -(-num_outputs // PANEL), num_inputs // inputs, PANEL, inputs
 
 
 def rows_of(panels: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:

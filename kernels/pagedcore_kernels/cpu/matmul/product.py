@@ -7,9 +7,11 @@ the products, and ``largest.py`` for candidates.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Self
 
 import torch
 
+from pagedcore_kernels.cpu.matmul.packed_weight import PackedWeight
 from pagedcore_kernels.cpu.matmul.tiles import PANEL
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RowRoom
@@ -18,17 +20,37 @@ from pagedcore_kernels.interface import RowRoom
 class PackedProduct(ABC):
     """``rows @ weight.T + bias``, see ``RecordableMatmul`` and ``PicksLargest``.
 
-    Args:
-        num_outputs: of the weight.
-        num_inputs: of the weight.
+    Invariant: the packed weight is read and never written, for it may be a file's.
     """
 
     weight: torch.Tensor
     """As packed, or empty, in the format of rows and outputs, which is what modules ask a weight for."""
 
-    def __init__(self, num_outputs: int, num_inputs: int) -> None:
-        self._num_outputs, self._num_inputs = num_outputs, num_inputs
-        self._num_panels = -(-num_outputs // PANEL)
+    def __init__(self, packed: PackedWeight) -> None:
+        self.packed = packed
+        """The weight, for a file that holds it."""
+        self._num_outputs, self._num_inputs = packed.num_outputs, packed.num_inputs
+        self._num_panels = -(-self._num_outputs // PANEL)
+
+    @property
+    @abstractmethod
+    def memory(self) -> tuple[int, int]:
+        """Address and bytes of the packed weight; no bytes if it is mapped."""
+
+    @classmethod
+    def of_packed(cls, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> Self:
+        """Make the product of a weight that is packed already, with its bias [out], for rows of a number format.
+
+        Raises:
+            InternalError: the weight is none of this product, or the product does not run here.
+        """
+        product = cls.__new__(cls)
+        product._take(packed, bias, dtype)
+        return product
+
+    @abstractmethod
+    def _take(self, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        """Set the product up."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [M, in], contiguous, of the format of ``weight``; return [M, out]."""

@@ -1,0 +1,293 @@
+"""Packed weights in a file: the same bits as packing them, one copy for all processes, and when they are not used."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pagedcore import SamplingParams
+from pagedcore.convert.conversion import convert
+from pagedcore.convert.packing import pack
+from pagedcore.errors import InvalidConfig, ModelNotSupported
+from pagedcore.models.checkpoints import packed_model
+from pagedcore.models.checkpoints.packed_file import PackedFile
+from pagedcore.plugins.manager import create_plugin_manager
+from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
+from support.families import tiny_model
+from support.gguf_files import MIXED, write_model
+from support.quantized_checkpoints import change_config, write_checkpoint
+from support.scores import PROMPTS, engine_of
+
+pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, return_logits=True)
+
+
+def packed(source: Path, out: Path | None = None, dtype: str = "auto") -> Path:
+    return pack(str(source), out, create_plugin_manager().registry.load, dtype=dtype)
+
+
+def results_of(source: Path, dtype: str = "auto") -> list[Any]:
+    """Which model it is, and greedy tokens of the prompts with their logits."""
+    with engine_of(source, dtype=dtype) as engine:
+        outputs = engine.generate(PROMPTS, GREEDY, show_progress=False)
+        found = engine._runner.backend.fingerprint  # type: ignore[attr-defined]
+    return [found, *((one.outputs[0].token_ids, np.asarray(one.outputs[0].logits).tolist()) for one in outputs)]
+
+
+def from_float(family: str, **changes: Any) -> Callable[[Path], Path]:
+    def write(directory: Path) -> Path:
+        model = tiny_model(family, **changes)
+        with torch.no_grad():
+            for one in model.parameters():
+                if one.ndim == 1:
+                    one.add_(torch.randn_like(one) * 0.1)
+        model.save_pretrained(directory / "model")
+        return directory / "model"
+    return write
+
+
+def converted(quantization: str, family: str, **changes: Any) -> Callable[[Path], Path]:
+    def write(directory: Path) -> Path:
+        convert(str(from_float(family, **changes)(directory)), directory / "out", quantization=quantization)
+        return directory / "out"
+    return write
+
+
+def checkpoint(kind: str) -> Callable[[Path], Path]:
+    def write(directory: Path) -> Path:
+        write_checkpoint(directory / "model", kind)
+        return directory / "model"
+    return write
+
+
+def gguf(family: str, *kinds: str) -> Callable[[Path], Path]:
+    def write(directory: Path) -> Path:
+        write_model(directory / "model.gguf", family, kinds or MIXED)
+        return directory / "model.gguf"
+    return write
+
+
+MODELS = {
+    # Queries, keys and values are one product, with a bias; the embedding reads the output layer's rows.
+    "float, fused": from_float("qwen2", tie_word_embeddings=True), "transposed matrices": from_float("gpt2"),
+    "experts and a router": from_float("gpt_oss"), "a layer in float32": from_float("hunyuan_v1_moe"),
+    "int8 rows for tokens": converted("w8a8", "qwen2", tie_word_embeddings=True),
+    "a table of tokens": converted("w4a16", "llama", tie_word_embeddings=True),
+    "schemes side by side": converted("auto-int8", "qwen3_moe"),
+    "ordered inputs": checkpoint("gptq-order"), "a codebook": checkpoint("bnb-nf4"),
+    "blocks": gguf("gemma3_text", "iq4_nl", "q3_k"), "parts unlike": gguf("qwen3_moe", "q4_0", "f16"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_the_same_bits(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Tokens, logits and the model's identity are those of the weights that were packed, which lie beside."""
+    wanted = results_of(source := MODELS[kind](tmp_path))
+    path = packed(source)
+    with caplog.at_level(logging.INFO, "pagedcore"):
+        assert results_of(source) == wanted
+        with engine_of(source, dtype="auto"):
+            assert str(path) in Path("/proc/self/maps").read_text(encoding="utf-8")
+    assert "not used" not in caplog.text
+
+
+def test_packed_weights_alone_are_a_model(tmp_path: Path) -> None:
+    """A directory without other weights computes the same, says its own number format, and goes on if it is moved."""
+    wanted = results_of(source := MODELS["a table of tokens"](tmp_path), "bfloat16")
+    packed(source, tmp_path / "alone", "bfloat16")
+    (tmp_path / "alone").rename(tmp_path / "moved")
+    assert not list((tmp_path / "moved").glob("*.safetensors"))
+    assert results_of(tmp_path / "moved") == wanted
+
+
+def other_version(patch: pytest.MonkeyPatch, source: Path) -> None:
+    patch.setattr(packed_model, "LAYOUT_VERSIONS", {**packed_model.LAYOUT_VERSIONS, "float": 0})
+
+
+def other_processor(patch: pytest.MonkeyPatch, source: Path) -> None:
+    patch.setattr(packed_model, "has_instructions", lambda name: name == "avx2")
+
+
+def other_config(patch: pytest.MonkeyPatch, source: Path) -> None:
+    change_config(source, rms_norm_eps=1e-4)
+
+
+def other_weights(patch: pytest.MonkeyPatch, source: Path) -> None:
+    if any(source.glob("*.safetensors")):
+        from_float("llama", seed=1)(source.parent)
+
+
+CHANGES: dict[str, tuple[Callable[[pytest.MonkeyPatch, Path], None], str]] = {
+    "version": (other_version, "of another version"), "processor": (other_processor, "for a processor with .*avx"),
+    "config": (other_config, "its configuration is not"), "weights": (other_weights, "made of other weights"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_beside_are_packed_where_the_packed_ones_do_not_fit(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line says why, and answers are those of the weights that are there."""
+    packed(source := from_float("llama")(tmp_path))
+    apply, reason = CHANGES[change]
+    apply(monkeypatch, source)
+    with caplog.at_level(logging.INFO, "pagedcore"):
+        found = results_of(source)
+    assert len([line for line in caplog.messages if "packed weights beside the model are not used" in line]) == 1
+    assert re.search(reason, caplog.text)
+    (source / "model.packed").unlink()
+    assert found == results_of(source)
+
+
+@pytest.mark.parametrize("change", ["version", "processor", "config"])
+def test_packed_weights_alone_that_do_not_fit_are_refused(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing else to compute with, and the message says why."""
+    packed(from_float("llama")(tmp_path), tmp_path / "alone")
+    apply, reason = CHANGES[change]
+    apply(monkeypatch, tmp_path / "alone")
+    with pytest.raises(ModelNotSupported, match=f"packed weights and no others, and .*{reason}"):
+        engine_of(tmp_path / "alone", dtype="auto")
+
+
+@pytest.mark.parametrize(("settings", "reason"), [
+    ({"dtype": "float32"}, "for rows of bfloat16"), ({"quantization": "w4a16"}, "of the scheme none"),
+    ({"linear_backend": "onednn"}, "not for linear_backend"),
+])
+def test_other_settings_are_refused_or_computed_with_the_weights_beside(
+    settings: dict[str, Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A number format, a scheme or products that a caller chose are not those that were packed."""
+    source = from_float("llama")(tmp_path)
+    packed(source, tmp_path / "alone", "bfloat16")
+    packed(source, None, "bfloat16")
+    settings = {"dtype": "auto", **settings}
+    with caplog.at_level(logging.INFO, "pagedcore"):
+        engine_of(source, **settings).close()
+    assert reason in caplog.text
+    with pytest.raises(ModelNotSupported, match=reason):
+        engine_of(tmp_path / "alone", **settings)
+
+
+def test_a_damaged_file_is_refused_whatever_lies_beside(tmp_path: Path) -> None:
+    """Damage is no other version: whoever owns the disk has to know."""
+    path = packed(source := from_float("llama")(tmp_path))
+    content = bytearray(path.read_bytes())
+    content[-5000] ^= 4
+    path.write_bytes(content)
+    with pytest.raises(InvalidConfig, match="damaged"):
+        engine_of(source, dtype="auto")
+
+
+def change_header(patch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Have headers read with a change, as those of somebody who forges a file."""
+    read = PackedFile.__init__
+
+    def changed(self: PackedFile, path: Path) -> None:
+        read(self, path)
+        change(self.header)
+
+    patch.setattr(PackedFile, "__init__", changed)
+
+
+def first(header: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(header["products"].values()))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("change", [
+    lambda header: header.update(products=None), lambda header: header.update(products={"model.norm": {}}),
+    lambda header: header["products"].pop("lm_head"), lambda header: header["products"].update(lm_head=[]),
+    lambda header: header["products"].update({"lm_head+lm_head": {}}),
+    lambda header: first(header).update(outputs=10**9), lambda header: first(header).update(rows="float64"),
+    lambda header: first(header).update(layout=[]), lambda header: first(header).update(is_reordered=True),
+    lambda header: header["products"].update(lm_head={"parts": 3}),
+    lambda header: header["products"].update(lm_head={"parts": [{"parts": []}] * 2}),
+    lambda header: header.update(identity=[1]), lambda header: header.update(embedding={"kind": "blocks"}),
+    lambda header: header.update(embedding={"kind": "rows", "of": "model.layers.0.mlp.down_proj"}),
+    lambda header: header.update(embedding={"kind": "int8"}), lambda header: header.update(embedding=3),
+], ids=lambda change: str(change.__code__.co_firstlineno) + str(change.__code__.co_consts[1:])[:60])
+def test_a_forged_header_is_a_refusal(
+    change: Callable[[dict[str, Any]], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers, shapes and embeddings that the model does not have raise what a user can read, and nothing else."""
+    packed(from_float("llama")(tmp_path), tmp_path / "alone")
+    change_header(monkeypatch, change)
+    with pytest.raises((ModelNotSupported, InvalidConfig), match="packed weight"):
+        engine_of(tmp_path / "alone", dtype="auto")
+
+
+@pytest.mark.parametrize(("source", "out", "reason"), [
+    ("nowhere", None, "needed is a directory"), ("model", "model", "no empty directory"),
+])
+def test_arguments(source: str, out: str | None, reason: str, tmp_path: Path) -> None:
+    """What cannot be packed, or written, is refused before anything is."""
+    from_float("llama")(tmp_path)
+    with pytest.raises(InvalidConfig, match=reason):
+        packed(tmp_path / source, None if out is None else tmp_path / out)
+    assert {path.name for path in tmp_path.iterdir()} == {"model"}
+
+
+MEMORY = """
+import json, sys
+from pathlib import Path
+from pagedcore import Engine, SamplingParams
+engine = Engine.from_pretrained(sys.argv[1], num_kv_blocks=16, num_threads=1)
+engine.generate([[1, 2, 3]], SamplingParams(max_tokens=1, ignore_eos=True), show_progress=False)
+print("ready", flush=True)
+sys.stdin.readline()
+found, ours = {}, False
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    name, _, rest = line.partition(":")
+    if name in ("Rss", "Pss", "Anonymous"):
+        if ours:
+            found[name] = found.get(name, 0) + int(rest.split()[0])
+    elif "-" in name.split()[0]:
+        ours = line.endswith("model.packed")
+status = Path("/proc/self/status").read_text()
+found["RssAnon"] = int(status.partition("RssAnon:")[2].split()[0])
+print(json.dumps(found), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_two_processes_have_one_copy(tmp_path: Path) -> None:
+    """Their shares of the mapped file add up to the file, nothing of it is private, and no matrix is held beside."""
+    source = from_float("llama", hidden_size=1024, intermediate_size=4096, vocab_size=8192)(tmp_path)
+    size = packed(source, tmp_path / "alone").stat().st_size // 1024
+    processes = [subprocess.Popen([sys.executable, "-c", MEMORY, str(directory)], stdin=-1, stdout=-1, text=True)
+                 for directory in (tmp_path / "alone", tmp_path / "alone", source)]  # fmt: skip
+    try:
+        assert all(_line(process) == "ready" for process in processes)
+        found = [json.loads(_ask(process)) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    mapped, other = found[:2], found[2]
+    assert size > 60_000
+    assert sum(one["Pss"] for one in mapped) <= 1.02 * size
+    assert [one["Anonymous"] for one in mapped] == [0, 0]
+    assert all(one["RssAnon"] < other["RssAnon"] - 0.8 * size for one in mapped)
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def _ask(process: subprocess.Popen[str]) -> str:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return _line(process)
