@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
 from pagedcore.cli.common import DtypeOption, console, error_console
 from pagedcore.config.schemes import SCHEMES
+from pagedcore.errors import InvalidConfig
 
 _SCHEMES = "; ".join(f"{name}: {scheme.summary}" for name, scheme in SCHEMES.items())
+
+
+class Packed(StrEnum):
+    """Where packed weights go."""
+
+    BESIDE = "beside"
+    ONLY = "only"
 
 
 def convert(
@@ -24,6 +36,9 @@ def convert(
     keep_output_layer: Annotated[bool, typer.Option(
         "--keep-output-layer", help="Leave the output layer and the embedding unquantised, as other engines need it."
     )] = False,
+    packed: Annotated[Packed | None, typer.Option(
+        help="Write packed weights too, as pagedcore pack does: beside the others, or these only."
+    )] = None,
 ) -> None:
     """Write a model with quantised weights, which loads like any other and computes the same as with --quantization.
 
@@ -33,23 +48,43 @@ def convert(
     from rich.progress import Progress
     from transformers.utils import logging
 
+    from pagedcore.cli.pack import write_with_progress
     from pagedcore.convert.conversion import convert as write_converted
+    from pagedcore.convert.conversion import require_new
     from pagedcore.models.checkpoints.gguf import GGUF
     from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
 
     logging.disable_progress_bar()
     if model != "demo" and is_gguf(source := gguf_in(model)) and GGUF(source).scheme != "none":
         error_console().print("the file's weights are quantised already: they are rounded a second time")
-    with Progress(console=error_console(), transient=True) as progress:
-        task = progress.add_task("converting", total=None)
-        unsmoothed = write_converted(
-            model, out, quantization=quantization, dtype=dtype or "auto", calibration=calibration,
-            keep_output_layer=keep_output_layer,
-            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    require_new(out)
+    with _portable(out, packed) as portable:
+        with Progress(console=error_console(), transient=True) as progress:
+            task = progress.add_task("converting", total=None)
+            unsmoothed = write_converted(
+                model, portable, quantization=quantization, dtype=dtype or "auto", calibration=calibration,
+                keep_output_layer=keep_output_layer,
+                on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+            )
+        if packed is not None:
+            write_with_progress(str(portable), out if packed is Packed.ONLY else None, dtype)
     console().print(f"{out}: {quantization}, {sum(path.stat().st_size for path in out.iterdir()):,} bytes")
     if calibration is not None and not SCHEMES[quantization].is_chosen:
         _print_unsmoothed(unsmoothed)
+
+
+@contextmanager
+def _portable(out: Path, packed: Packed | None) -> Iterator[Path]:
+    """Yield the directory to convert to: ``out``, or one beside it that goes away at the end."""
+    if packed is not Packed.ONLY:
+        yield out
+        return
+    try:
+        unfinished = TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
+    except OSError as error:
+        raise InvalidConfig(f"out: it cannot be written ({error.strerror}).") from error
+    with unfinished as directory:
+        yield Path(directory) / "portable"
 
 
 def _print_unsmoothed(names: tuple[str, ...]) -> None:

@@ -30,11 +30,17 @@ def doctor(
             help='A model directory, a GGUF file, a hub id, or "demo", to ask about; no weights are read.'
         ),
     ] = None,
+    verify: Annotated[bool, typer.Option(
+        "--verify", help="Read all packed weights of the model and compare their SHA-256."
+    )] = False,
 ) -> None:
     """Report the machine, the versions, the plugins and the choices of "auto", or how a model would be computed."""
     if model is not None:
-        console().print(_facts(model, diagnosis(model)))
+        verified = verify_packed(model) if verify else {}
+        console().print(_facts(model, diagnosis(model) | verified))
         return
+    if verify:
+        raise InvalidConfig("verify: there is no model to verify. Name one that has packed weights.")
     from pagedcore.cli.plugins import records_table
     from pagedcore.execution.machine import this_machine
     from pagedcore.plugins.manager import create_plugin_manager
@@ -62,6 +68,21 @@ def diagnosis(model: str) -> dict[str, str]:
         return {"runs here": f"no. {error}"}
     refused = [] if facts["quantisation"] == "none" else ["quantization=, as the files are quantised"]
     return facts | _facts_of_chats(source, refused)
+
+
+def verify_packed(model: str) -> dict[str, str]:
+    """Return that a model's packed weights are those that were written.
+
+    Raises:
+        InvalidConfig: they are damaged, or there are none.
+    """
+    from pagedcore.models.checkpoints.packed_model import packed_file
+    from pagedcore.models.loading import model_source
+
+    if (packed := packed_file(model_source(model))) is None:
+        raise InvalidConfig("verify: the model has no packed weights. Write them with pagedcore pack.")
+    packed.verify()
+    return {"packed weights": "undamaged: their SHA-256 is the one that was written with them"}
 
 
 def _memory_of(source: str) -> str:

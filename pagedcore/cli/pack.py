@@ -19,6 +19,12 @@ def pack(
     dtype: DtypeOption = None,
 ) -> None:
     """Write a model's packed weights, which engines on processors like this one map at once and share."""
+    path = write_with_progress(model, out, dtype)
+    console().print(f"{path}: {path.stat().st_size:,} bytes")
+
+
+def write_with_progress(model: str, out: Path | None, dtype: str | None) -> Path:
+    """Pack, arguments as of the command, and show how far it is; return the file."""
     from rich.progress import Progress
     from transformers.utils import logging
 
@@ -29,8 +35,7 @@ def pack(
     registry = create_plugin_manager().registry
     with Progress(console=error_console(), transient=True) as progress:
         task = progress.add_task("packing", total=None)
-        path = write_packed(
+        return write_packed(
             model, out, registry.load, dtype=dtype or "auto",
             on_progress=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    console().print(f"{path}: {path.stat().st_size:,} bytes")

@@ -212,6 +212,11 @@ def _check_arguments(
     if has_calibration and (is_gguf(source) or _fp8_of(source) is not None):
         kind = "a GGUF file" if is_gguf(source) else "a checkpoint in FP8"
         raise ModelNotSupported(f"calibration: got {kind}, allowed are directories with floating numbers.")
+    require_new(target)
+
+
+def require_new(target: Path) -> None:
+    """Refuse a directory to write that is there and has something in it; ``InvalidConfig``."""
     if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
         raise InvalidConfig("out: it exists and is no empty directory. Name one that is not there.")
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from pagedcore.config.engine_config import EngineConfig
-from pagedcore.convert.conversion import copy_others
+from pagedcore.convert.conversion import copy_others, require_new
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
 from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
@@ -90,8 +90,7 @@ def _write_directory(
     target: Path, source: str, config: EngineConfig, load: Loader, on_progress: OnProgress
 ) -> Path:
     """Write a directory under another name, and give it its own when it is complete."""
-    if target.is_symlink() or (target.exists() and (not target.is_dir() or any(target.iterdir()))):
-        raise InvalidConfig("out: it exists and is no empty directory. Name one that is not there.")
+    require_new(target)
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     try:
         unfinished.mkdir()

@@ -19,6 +19,7 @@ from pagedcore.models.checkpoints import quantized
 from pagedcore.models.checkpoints.fp8 import FP8
 from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.model_path import is_gguf
+from pagedcore.models.checkpoints.packed_model import Wanted, packed_file, why_not_used
 from pagedcore.models.checkpoints.pretrained import computing_dtype, find_file
 from pagedcore.models.checkpoints.quick_start import why_not_quick
 from pagedcore.models.checkpoints.shipped_code import ships_code
@@ -47,19 +48,14 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     stored = quantized.stored_format(name)
     config = quantized.config_of(name, stored, trust_remote_code)
     dtype = computing_dtype("auto")
-    reason = "names on the hub are its to find"
-    if stored is not None:
-        reason = quantized.why_not_quick(name, stored)
-    elif directory.is_dir():
-        reason = why_not_quick(directory, trust_remote_code)
-    files = "read without transformers" if not reason else f"loaded by transformers: {reason}"
+    files = _files_of(name, stored, dtype, trust_remote_code)
     quantisation = "none" if stored is None else f"{stored.scheme}, as the files have it"
     whole = getattr(config, WHOLE, None)
     # Why before the tree is built: building it makes the configuration's format the tree's.
     facts = {
         "architecture": f"{config.model_type}, the language model in {whole}; images and audio are left out" if whole
                         else str(config.model_type),
-        "files": "mapped, for the modules of transformers" if isinstance(stored, GGUF) else files,
+        "files": files,
         "tokenizer": _reader_of_tokenizer(directory),
         "quantisation": f"{stored.scheme}: {stored.described}" if isinstance(stored, GGUF | FP8) else quantisation,
         "number format": _format_of(config.dtype, dtype),
@@ -79,6 +75,24 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
         facts["adapter"] = "the one beside the model is not applied"
     sampling = _sampling(name, vocab_size, eos_token_ids(model))
     return facts | {"decoder": decoder, "schedule": _schedule(others), "sampling": sampling}
+
+
+def _files_of(
+    source: str, stored: quantized.StoredFormat | None, dtype: torch.dtype, trust_remote_code: bool
+) -> str:
+    """Say who reads the weights, or that packed ones are mapped."""
+    not_used = ""
+    if (packed := packed_file(source)) is not None:
+        if not (why := why_not_used(packed, source, Wanted(dtype, False, "none"))):
+            return "packed weights, which are mapped and shared"
+        not_used = f"; its packed weights are not used: {why}"
+    reason = "names on the hub are its to find"
+    if stored is not None:
+        reason = quantized.why_not_quick(source, stored)
+    elif Path(source).is_dir():
+        reason = why_not_quick(Path(source), trust_remote_code)
+    files = "read without transformers" if not reason else f"loaded by transformers: {reason}"
+    return ("mapped, for the modules of transformers" if isinstance(stored, GGUF) else files) + not_used
 
 
 def _reader_of_tokenizer(directory: Path) -> str:

@@ -26,6 +26,7 @@ from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 from support.families import tiny_model
 from support.gguf_files import MIXED, write_model
 from support.quantized_checkpoints import change_config, write_checkpoint
+from support.runner import invoke, try_invoke
 from support.scores import PROMPTS, engine_of
 
 pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
@@ -225,6 +226,38 @@ def test_a_forged_header_is_a_refusal(
     change_header(monkeypatch, change)
     with pytest.raises((ModelNotSupported, InvalidConfig), match="packed weight"):
         engine_of(tmp_path / "alone", dtype="auto")
+
+
+@pytest.mark.parametrize("packed", ["beside", "only"])
+def test_the_commands_write_them(packed: str, tmp_path: Path) -> None:
+    """``convert --packed`` and ``pack`` leave a model that computes what the portable one does, and nothing else."""
+    source, names = from_float("llama")(tmp_path), {"model.packed", "config.json", "generation_config.json"}
+    words = "convert", str(source), "--quantization", "w8a16", "--out"
+    invoke(*words, str(tmp_path / "portable"))
+    invoke(*words, str(tmp_path / "out"), "--packed", packed)
+    assert {path.name for path in (tmp_path / "out").iterdir()} - names == {"model.safetensors"} - {
+        "model.safetensors" if packed == "only" else ""}
+    assert results_of(tmp_path / "out") == results_of(tmp_path / "portable")
+    invoke("pack", str(tmp_path / "portable"), "--out", str(tmp_path / "more"))
+    assert results_of(tmp_path / "more") == results_of(tmp_path / "portable")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out", "portable", "more"}
+    with pytest.raises(InvalidConfig, match="no empty directory"):
+        invoke(*words, str(tmp_path / "out"), "--packed", packed)
+
+
+def test_the_doctor_says_what_becomes_of_packed_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they are used, and why not; with --verify, that they are what was written."""
+    packed(source := from_float("llama")(tmp_path), tmp_path / "alone")
+    assert "packed weights, which are mapped" in invoke("doctor", str(tmp_path / "alone"), "--verify")
+    packed(source, None, "float32")
+    assert "packed weights are not used: they are for rows of float32" in invoke("doctor", str(source))
+    other_processor(monkeypatch, source)
+    assert "no. model: it has packed weights and no others" in invoke("doctor", str(tmp_path / "alone"))
+    path = tmp_path / "alone" / "model.packed"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    for words, reason in ((("alone",), "SHA-256 is another"), (("nowhere",), "this is no directory"), ((), "no model")):
+        with pytest.raises(InvalidConfig, match=reason):
+            try_invoke("doctor", *[str(tmp_path / word) for word in words], "--verify")
 
 
 @pytest.mark.parametrize(("source", "out", "reason"), [

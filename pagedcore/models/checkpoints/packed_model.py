@@ -110,21 +110,36 @@ def find_packed(source: str, wanted: Wanted) -> PackedFile | None:
         ModelNotSupported: there are packed weights alone, which may not be used; the message says why.
         InvalidConfig: the file is damaged.
     """
-    path = packed_path(source)
-    if path is None or not path.is_file():
+    if (packed := packed_file(source)) is None:
         return None
-    packed, portable = PackedFile(path), portable_files(source)
-    with as_refusals(source):
-        reason = _why_not(packed.header, source, portable, wanted)
-    if not reason:
+    if not (reason := why_not_used(packed, source, wanted)):
         packed.map()
         return packed
-    if not portable:
+    _log.info("The packed weights beside the model are not used: %s. Its weights are packed now.", reason)
+    return None
+
+
+def packed_file(source: str) -> PackedFile | None:
+    """Return the file of a model's packed weights, not mapped; ``None``: there is none. Raises as ``PackedFile``."""
+    path = packed_path(source)
+    return PackedFile(path) if path is not None and path.is_file() else None
+
+
+def why_not_used(packed: PackedFile, source: str, wanted: Wanted) -> str:
+    """Return why packed weights are not used in the place of those beside them, or "" if they are.
+
+    Raises:
+        ModelNotSupported: there are none beside them.
+        InvalidConfig: a file cannot be read.
+    """
+    portable = portable_files(source)
+    with as_refusals(source):
+        reason = _why_not(packed.header, source, portable, wanted)
+    if reason and not portable:
         raise ModelNotSupported(
             f"model: it has packed weights and no others, and {reason}. Pack the original once more, here."
         )
-    _log.info("The packed weights beside the model are not used: %s. Its weights are packed now.", reason)
-    return None
+    return reason
 
 
 def _why_not(header: Mapping[str, Any], source: str, portable: list[Path], wanted: Wanted) -> str:
