@@ -37,7 +37,7 @@ from pagedcore.models.checkpoints.quantized import stored_format
 from pagedcore.models.decoders.fused import FusedPart
 from pagedcore.models.linears.int8_table import Int8Table
 from pagedcore.models.linears.packed_experts import PackedExperts
-from pagedcore.models.linears.packed_linear import PackedLinear
+from pagedcore.models.linears.packed_linear import PackedLinear, probe_invariance
 from pagedcore.models.linears.packed_products import Tensors, describe_product
 from pagedcore.models.linears.shared_embedding import RowsOfProduct
 from pagedcore.models.linears.stored_weight import SEPARATOR, StoredWeight
@@ -117,6 +117,9 @@ def _write(path: Path, source: str, config: EngineConfig, load: Loader, on_progr
     scheme = "none" if stored is None else stored.scheme
     header = facts_of_source(source, backend.dtype, scheme, backend.fingerprint)
     products, covered = _products_of(model)
+    # Why here: starts with the file do without.
+    if shapes := probe_invariance(products.values()):
+        raise ModelNotSupported(f"model: products of the shapes {shapes} depend on the number of rows on this machine.")
     header["embedding"], tensors = _embedding_of(model, products, is_gguf(source))
     if header["embedding"] is not None:
         embedding = model.get_input_embeddings()

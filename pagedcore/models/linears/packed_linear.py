@@ -22,6 +22,7 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models.linears.shared_matrices import read_by_others
 from pagedcore.protocols import LinearFactory, Matmul
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
+from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages
 
 OnUnused = Callable[[torch.Tensor], None]
@@ -269,9 +270,11 @@ def probe_invariance(layers: Iterable[PackedLinear]) -> tuple[tuple[int, int, to
 
     Our own product adds up in one order by construction. oneDNN chooses its path by shape, processor and number of
     threads; on those tried, packed products of two rows or more add up in one order. That is an observation, not a
-    promise, so one layer of each shape is tried, with its own weights and the number of threads that is set.
+    promise, so one layer of each shape is tried, with its own weights and the number of threads that is set. Our own
+    products of mapped weights were tried before their file was written, on a processor with the same instructions.
     """
-    of_shape = {(layer.out_features, layer.in_features, layer.weight.dtype): layer for layer in layers}
+    of_shape = {(layer.out_features, layer.in_features, layer.weight.dtype): layer for layer in layers
+                if not (isinstance(layer.multiply, PackedProduct) and layer.multiply.packed.is_mapped)}
     return tuple(shape for shape, layer in of_shape.items() if not _is_invariant(layer))
 
 
