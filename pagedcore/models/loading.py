@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -142,10 +143,9 @@ def _backend(
     linears = _linears(config, device, load, quantization, is_quantized)
     given = model
     source = model if is_named else type(model).__name__
-    if use_packed is not None:
-        packed = use_packed()
-    else:
-        packed = find_packed(source, _wanted(config, device)) if is_named else None
+    if use_packed is None:
+        use_packed = partial(find_packed, source, _wanted(config, device)) if is_named else _no_packed
+    packed = use_packed()
     model = _load(model, stored, config, device) if packed is None else load_packed(
         source, stored, packed, trust_remote_code=config.trust_remote_code)
     on_loaded(model)
@@ -168,6 +168,10 @@ def _backend(
     if stored is not None and has_unpacked(model):
         raise InternalError("a quantised layer was not packed")
     return backend, model
+
+
+def _no_packed() -> None:
+    """There are no packed weights of a loaded model."""
 
 
 def _tell_parts(config: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -142,9 +143,26 @@ def other_weights(patch: pytest.MonkeyPatch, source: Path) -> None:
         from_float("llama", seed=1)(source.parent)
 
 
+def changed_in_place(patch: pytest.MonkeyPatch, source: Path) -> None:
+    """Change one number between the samples that are taken of a file."""
+    (path,) = source.glob("*.safetensors")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    # Why: the clock of a file system is coarse.
+    later = (source / "model.packed").stat().st_mtime_ns + 10**9
+    os.utime(path, ns=(later, later))
+    patch.setattr(packed_model, "_digest_of_weights", lambda paths: header_of(source)["weights"])
+
+
+def header_of(source: Path) -> dict[str, Any]:
+    return PackedFile(source / "model.packed").header
+
+
 CHANGES: dict[str, tuple[Callable[[pytest.MonkeyPatch, Path], None], str]] = {
     "version": (other_version, "of another version"), "processor": (other_processor, "for a processor with .*avx"),
     "config": (other_config, "its configuration is not"), "weights": (other_weights, "made of other weights"),
+    "one weight": (changed_in_place, "the weights beside were written after them"),
 }
 
 

@@ -135,6 +135,9 @@ def why_not_used(packed: PackedFile, source: str, wanted: Wanted) -> str:
     portable = portable_files(source)
     with as_refusals(source):
         reason = _why_not(packed.header, source, portable, wanted)
+        # Why besides the digest, which is one of samples: files that were changed in one place since are new ones.
+        if not reason and any(path.stat().st_mtime_ns > packed.path.stat().st_mtime_ns for path in portable):
+            reason = "the weights beside were written after them"
     if reason and not portable:
         raise ModelNotSupported(
             f"model: it has packed weights and no others, and {reason}. Pack the original once more, here."
