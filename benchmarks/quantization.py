@@ -54,7 +54,7 @@ from demo_model.evaluation import FORMS, LONGEST_ANSWER, accuracy
 from train_demo_model import BATCHES, WEIGHTS
 
 INT8_KV, SMOOTHED, OUTLIERS = "int8 KV", "smoothed", "llama, outliers"
-KINDS = ("none", "w8a8", SMOOTHED, "w8a16", "w4a16", INT8_KV)
+KINDS = ("none", "w8a8", SMOOTHED, "w8a16", "w4a16", "w4a8", INT8_KV)
 VOCAB = 8192
 SUMS, CAPITALS, ASKED = ("add",), ("capital",), ("sums", "capitals", "all")
 SPLITS: tuple[Split, ...] = ("train", "held_out")

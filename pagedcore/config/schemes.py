@@ -17,7 +17,7 @@ class Scheme:
     bits: int
     """Of a weight."""
     quantizes_rows: bool = False
-    """Whether rows become int8 too, or may."""
+    """Whether rows become int8 too, or may: with a scale for each row, or for each of its groups of inputs."""
     has_groups: bool = False
     """Whether each group of an output's inputs gets a scale when floating numbers are quantised, or each output one."""
     is_chosen: bool = False
@@ -26,6 +26,11 @@ class Scheme:
     """What other projects call it."""
     summary: str
     """What help and documentation say of it."""
+
+    @property
+    def sums_whole_rows(self) -> bool:
+        """Whether an output is one sum of integers, which a scale of the row and one of the output belong to."""
+        return self.quantizes_rows and not self.has_groups
 
 
 AUTO_INT8: Final = "auto-int8"
@@ -38,6 +43,10 @@ SCHEMES: Final[Mapping[str, Scheme]] = {
     "w4a16": Scheme(
         bits=4, has_groups=True, called=("int4", "4bit"),
         summary="int4 weights with a scale for each group of 128 inputs",
+    ),
+    "w4a8": Scheme(
+        bits=4, quantizes_rows=True, has_groups=True,
+        summary="int4 weights and int8 rows with a scale for each group of 128 inputs",
     ),
     AUTO_INT8: Scheme(
         bits=8, quantizes_rows=True, is_chosen=True, called=("auto",),

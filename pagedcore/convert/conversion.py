@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from pagedcore.config.engine_config import EngineConfig
-from pagedcore.config.schemes import AUTO_INT8, SCHEMES
+from pagedcore.config.schemes import AUTO_INT8, SCHEMES, listed
 from pagedcore.convert.activations import load_model, rows_seen
 from pagedcore.convert.calibration_set import read_calibration_set
 from pagedcore.convert.gguf_source import GGUFSource
@@ -204,7 +204,7 @@ def _check_arguments(
     if has_calibration and not SCHEMES[quantization].quantizes_rows:
         raise InvalidConfig(
             f"calibration: got a file with quantization {quantization!r}, allowed are "
-            f"{' and '.join(name for name, scheme in SCHEMES.items() if scheme.quantizes_rows)}: "
+            f"{listed(name for name, scheme in SCHEMES.items() if scheme.quantizes_rows)}: "
             "others keep activations as they are."
         )
     if not is_gguf(source) and not Path(source).is_dir():
@@ -325,7 +325,7 @@ def _quantized_part(
     (num_outputs, num_inputs), linears = shape, QUANTIZERS[quantization]
     scales = torch.float32, (num_outputs, linears.num_groups(num_inputs))
     shapes: Shapes = {f"{layer}.weight": (torch.int8, (num_outputs, num_inputs)), f"{layer}.weight_scale": scales}
-    if not linears.scheme.quantizes_rows:
+    if not linears.scheme.sums_whole_rows:
         words = torch.int32, (num_outputs, num_words(num_inputs, linears.scheme.bits))
         shapes = {f"{layer}.weight_packed": words, f"{layer}.weight_scale": scales,
                   f"{layer}.weight_shape": (torch.int64, (2,))}  # fmt: skip
@@ -334,7 +334,7 @@ def _quantized_part(
         values, scales = smoothing.quantize(linears, layer, weight.to(dtype))
         if not scales.isfinite().all():
             raise InvalidConfig(f"model: {layer} has weights that are not finite; its files are damaged.")
-        stored = (values,) if linears.scheme.quantizes_rows else (pack(values, linears.scheme.bits),)
+        stored = (values,) if linears.scheme.sums_whole_rows else (pack(values, linears.scheme.bits),)
         return dict(zip(shapes, (*stored, scales, torch.tensor([num_outputs, num_inputs])), strict=False))
 
     return Part(source, (num_outputs, num_inputs), shapes, make)
@@ -361,7 +361,7 @@ def _config(own: dict[str, Any], model: Any, quantized: Mapping[str, str], kind:
         num_inputs = experts[layer][1] if layer in experts else model.get_submodule(layer).in_features
         linears, name = QUANTIZERS[scheme], file_name(layer, model.config.model_type)
         layers[scheme, num_inputs // linears.num_groups(num_inputs) if linears.scheme.has_groups else None].append(name)
-    formats = {scheme: "int-quantized" if SCHEMES[scheme].quantizes_rows else "pack-quantized" for scheme, _ in layers}
+    formats = {scheme: "int-quantized" if SCHEMES[scheme].sums_whole_rows else "pack-quantized" for scheme, _ in layers}
     weights = {"type": "int", "symmetric": True, "dynamic": False}
     rows = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
     groups = {
@@ -370,7 +370,8 @@ def _config(own: dict[str, Any], model: Any, quantized: Mapping[str, str], kind:
             "targets": ["Linear", *({head} & {*names})] if len(layers) == 1 else names,
             "weights": {"num_bits": SCHEMES[scheme].bits, **weights,
                         "strategy": "group" if size else "channel", "group_size": size},
-            "input_activations": rows if SCHEMES[scheme].quantizes_rows else None,
+            "input_activations": None if not SCHEMES[scheme].quantizes_rows
+            else {**rows, "strategy": "group", "group_size": size} if size else rows,
             **({"format": formats[scheme]} if len(formats) > 1 else {}),
         }
         for number, ((scheme, size), names) in enumerate(layers.items())

@@ -20,7 +20,7 @@ from support.quantized_checkpoints import KINDS, write_checkpoint
 pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
 SIZES: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 512, "vocab_size": 1024, "num_hidden_layers": 1,
                          "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
-SCHEMES = ("w8a8", "w8a16", "w4a16", "auto-int8")
+SCHEMES = ("w8a8", "w8a16", "w4a16", "w4a8", "auto-int8")
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -35,7 +35,7 @@ ACCEPTED = {
     "num_threads": [None, 1, MAX_COUNT],
     "attention_backend": ["auto", "mine"],
     "linear_backend": ["auto", "mine"],
-    "quantization": ["none", "w8a8", "w8a16", "w4a16", "auto-int8"],
+    "quantization": ["none", "w8a8", "w8a16", "w4a16", "w4a8", "auto-int8"],
     "model_backend": ["auto", "mine"],
     "scheduling_policy": ["fcfs", "mine"],
     "policy_options": [{}, {"ageing_s": 10.0}],

@@ -26,7 +26,7 @@ from support.runner import invoke
 pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
 PROMPTS = [[(7 * i + n) % VOCAB for i in range(n)] for n in (5, 19, 33)]
 SCORES = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, prompt_logprobs=1, logprobs=1)
-SCHEMES = ("w8a8", "w8a16", "w4a16")
+SCHEMES = ("w8a8", "w8a16", "w4a16", "w4a8")
 
 
 def save(directory: Path, family: str = "llama", **changes: Any) -> str:
@@ -51,7 +51,7 @@ ODD = {"hidden_size": 40, "num_attention_heads": 2, "head_dim": 20, "intermediat
     ("w4a16", "bfloat16", "qwen2", {"intermediate_size": 256}), ("w8a8", "bfloat16", "llama", ODD),
     ("w4a16", "float32", "llama", ODD), ("w8a8", "bfloat16", "mixtral", {}), ("w4a16", "float32", "mixtral", {}),
     ("w8a16", "float32", "qwen3_moe", {"moe_intermediate_size": 40, "decoder_sparse_step": 2}),
-    ("w4a16", "bfloat16", "olmoe", {}),
+    ("w4a16", "bfloat16", "olmoe", {}), ("w4a8", "bfloat16", "qwen2", {"intermediate_size": 256}),
 ])
 def test_a_converted_model_computes_the_same_bits(
     quantization: str, dtype: str, family: str, changes: dict[str, Any], tmp_path: Path
@@ -67,7 +67,7 @@ def test_a_converted_model_computes_the_same_bits(
 
 def values_and_scales(tensors: dict[str, torch.Tensor], name: str, num_inputs: int, scheme: str) -> tuple[Any, Any]:
     """What a quantised weight [out, in] is the product of, read by NumPy from the format's description."""
-    layer, bits = name.removesuffix(".weight"), 4 if scheme == "w4a16" else 8
+    layer, bits = name.removesuffix(".weight"), int(scheme[1])
     scales = tensors[f"{layer}.weight_scale"].numpy()
     if scheme == "w8a8":
         values = tensors[name].numpy().astype(np.float32)
@@ -92,7 +92,7 @@ def test_the_file_holds_the_weights_of_its_format(quantization: str, tmp_path: P
         if not name.endswith("proj.weight") and name != "lm_head.weight":
             assert torch.equal(after[name], weight)
             continue
-        bits = 4 if quantization == "w4a16" else 8
+        bits = int(quantization[1])
         values, wide = values_and_scales(after, name, weight.shape[1], quantization)
         assert np.all(np.abs(values * wide - weight.numpy()) <= np.abs(wide) * (1.01 if bits == 4 else 0.51))
     header_bytes = int.from_bytes((out / "model.safetensors").read_bytes()[:8], "little")
@@ -254,7 +254,7 @@ def test_other_matrices_are_refused(family: str, found: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(("arguments", "found"), [
     ({"quantization": "none"}, "quantization: got 'none'"),
-    ({"quantization": "int3"}, "one of none, w8a8, w8a16, w4a16, auto-int8"),
+    ({"quantization": "int3"}, "one of none, w8a8, w8a16, w4a16, w4a8, auto-int8"),
     ({"quantization": "w8a8", "dtype": "float16"}, "dtype 'float16'"),
     ({"model": "gone/away"}, "needed is a directory"),
 ])

@@ -172,15 +172,17 @@ def test_scales_are_those_of_the_paper(tmp_path: Path) -> None:
         assert not np.allclose(weight, wanted, rtol=0.1)
 
 
-def test_outliers_cost_less(tmp_path: Path) -> None:
-    """With channels fifty times as large as others, log-probabilities are several times nearer to the model's."""
+@pytest.mark.parametrize(("quantization", "gain"), [("w8a8", 4), ("w4a8", 1)])
+def test_outliers_cost_less(quantization: str, gain: int, tmp_path: Path) -> None:
+    """With channels fifty times as large as others, log-probabilities are several times nearer to the model's, and
+    nearer where weights of 4 bits make most of the error."""
     model = save(tmp_path / "model", change=plant_outliers)
     exact, errors = scores_of_transformers(model), []
     for calibration in (None, calibration_of(tmp_path / "set.jsonl")):
         source, out = str(tmp_path / "model"), tmp_path / f"out{len(errors)}"
-        assert convert(source, out, quantization="w8a8", dtype="float32", calibration=calibration) == ()
+        assert convert(source, out, quantization=quantization, dtype="float32", calibration=calibration) == ()
         errors.append(float(np.std(scores_of(out, must_fuse=True) - exact)))
-    assert errors[1] < errors[0] / 4, errors
+    assert errors[1] < errors[0] / gain, errors
 
 
 @pytest.mark.parametrize("family", SPARSE)
@@ -313,7 +315,7 @@ def test_what_cannot_be_smoothed_is_refused(tmp_path: Path) -> None:
     """Schemes that keep activations, families whose products are not known, and activations that are not finite."""
     path = calibration_of(tmp_path / "set.jsonl", [[1, 2, VOCAB - 1]])
     save(tmp_path / "model")
-    with pytest.raises(InvalidConfig, match="got a file with quantization 'w4a16', allowed are w8a8 and auto-int8"):
+    with pytest.raises(InvalidConfig, match="quantization 'w4a16', allowed are w8a8, w4a8 or auto-int8"):
         convert(str(tmp_path / "model"), tmp_path / "out", quantization="w4a16", calibration=path)
     save(tmp_path / "other", "stablelm")
     with pytest.raises(ModelNotSupported, match="calibration: only models of the fused decoder"):

@@ -38,6 +38,8 @@ PRODUCTS = [(rows, *shape) for rows in (1, 15, 17, 33, 70) for shape in ((70, 64
 INT8_PRODUCTS = [(rows, *shape) for rows in (1, 15, 17, 70) for shape in ((70, 64), (64, 2080), (130, 48))]
 GROUPED_PRODUCTS = [(rows, *shape) for rows in (1, 4, 5, 70) for shape in ((70, 64, 2), (64, 320, 1), (130, 13, 1))]
 """Rows, outputs, inputs and groups."""
+GROUPED_KINDS = [(4, False), (8, False), (4, True)]
+"""Bits of weights, and whether rows become int8."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -127,29 +129,42 @@ def multiply_int8(num_rows: int, num_outputs: int, num_inputs: int) -> torch.Ten
     return product
 
 
+class EdgeRoom:
+    """Room that ends where memory ends."""
+
+    def take(self, purpose: str, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return it; see ``RowRoom``."""
+        return tensor_before_the_edge(torch.zeros(num_rows, size, dtype=dtype))
+
+
 class EdgeGroupedMatmul(PackedGroupedMatmul):
     """A product all of whose arrays end where memory ends."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, *arguments: Any, **options: bool) -> None:
+        super().__init__(*arguments, **options)
         self._panels, self._bias = tensor_before_the_edge(self._panels), tensor_before_the_edge(self._bias)
 
 
-def multiply_grouped(bits: int, num_rows: int, num_outputs: int, num_inputs: int, num_groups: int) -> torch.Tensor:
-    """Do the same with weights of few bits."""
+def multiply_grouped(
+    bits: int, num_rows: int, num_outputs: int, num_inputs: int, num_groups: int, *, quantizes_rows: bool = False
+) -> torch.Tensor:
+    """Do the same with weights of few bits, and rows that stay floats or become int8."""
     generator = torch.Generator().manual_seed(1)
     values = torch.randint(-8, 8, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
     rows = torch.randn(num_rows, num_inputs, generator=generator).bfloat16()
     scales = torch.rand(num_outputs, num_groups)
     given = (values, scales, values[:, :num_groups], bits, scales[:, 0], torch.bfloat16)
-    product = EdgeGroupedMatmul(*given)(tensor_before_the_edge(rows).as_subclass(EdgeRows))
-    assert torch.equal(product, PackedGroupedMatmul(*given)(rows))
-    return product
+    room = EdgeRoom()
+    out = room.take("outputs", num_rows, num_outputs, rows.dtype)
+    EdgeGroupedMatmul(*given, quantizes_rows=quantizes_rows).multiply_to(out, tensor_before_the_edge(rows), room)
+    assert torch.equal(out, PackedGroupedMatmul(*given, quantizes_rows=quantizes_rows)(rows))
+    return out
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "grouped products":
-        print(*(multiply_grouped(bits, *sizes).shape for bits in (4, 8) for sizes in GROUPED_PRODUCTS))
+        print(*(multiply_grouped(bits, *sizes, quantizes_rows=quantizes_rows).shape
+                for bits, quantizes_rows in GROUPED_KINDS for sizes in GROUPED_PRODUCTS))  # fmt: skip
     elif sys.argv[1] == "int8 products":
         print(*(multiply_int8(*sizes).shape for sizes in INT8_PRODUCTS))
     elif sys.argv[1] == "products":

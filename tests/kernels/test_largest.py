@@ -45,8 +45,14 @@ def int4_product(values: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | 
     return PackedGroupedMatmul(values.clamp(-8, 7), scales, None, 4, bias, dtype)
 
 
-PRODUCTS = [floats_product, int8_product, int4_product]
-each_product = pytest.mark.parametrize("make", PRODUCTS, ids=["floats", "w8a8", "w4a16"])
+def int4_by_int8_product(values: torch.Tensor, dtype: torch.dtype, bias: torch.Tensor | None) -> PackedProduct:
+    """Multiply groups of int4 with rows in int8."""
+    scales = torch.full((len(values), values.shape[1] // 16), 0.125)
+    return PackedGroupedMatmul(values.clamp(-8, 7), scales, None, 4, bias, dtype, quantizes_rows=True)
+
+
+PRODUCTS = [floats_product, int8_product, int4_product, int4_by_int8_product]
+each_product = pytest.mark.parametrize("make", PRODUCTS, ids=["floats", "w8a8", "w4a16", "w4a8"])
 
 
 def whole_numbers(num_outputs: int, num_inputs: int, seed: int = 0) -> torch.Tensor:

@@ -31,7 +31,6 @@ _FIELDS: Final[Mapping[str, Any]] = {
     "block_structure": None,
 }
 """How a scheme of weights or activations is written, with what a missing field means."""
-_ROWS: Final = {**_FIELDS, "strategy": "token", "dynamic": True}
 _INT_QUANTIZED: Final = "int-quantized"
 _INT8: Final = scheme_of(8, quantizes_rows=True)
 
@@ -88,7 +87,7 @@ class CompressedTensors:
             raise refusal(f"{name} has {num_inputs} inputs in {num_groups} groups, and groups are of {sizes}")
         scales = files.scales(f"{name}.weight_scale", (num_outputs, num_groups))
         scheme = SCHEMES[self.scheme]
-        if scheme.quantizes_rows and not (scheme.is_chosen and f"{name}.weight_packed" in files):
+        if scheme.sums_whole_rows and not (scheme.is_chosen and f"{name}.weight_packed" in files):
             values = files.expect(f"{name}.weight", shape, "I8")
             return StoredWeight(_INT8, shape, dtype, 1, [values, scales],
                                 lambda: QuantizedWeight(values, scales.float(), None))
@@ -114,8 +113,8 @@ class CompressedTensors:
             return QuantizedWeight(values if order is None else values[:, order], scales.float(), unpacked)
 
         tensors = [tensor for tensor in (words, scales, zeros, order) if tensor is not None]
-        return StoredWeight(scheme_of(bits), shape, dtype, scales.shape[1], tensors, read, order,
-                            has_zeros=zeros is not None)
+        scheme = scheme_of(bits) if SCHEMES[self.scheme].is_chosen else self.scheme
+        return StoredWeight(scheme, shape, dtype, scales.shape[1], tensors, read, order, has_zeros=zeros is not None)
 
 
 _MIXED: Final = {CompressedTensors(scheme, 8, True, frozenset({None})) for scheme in (_INT8, scheme_of(8))}
@@ -139,10 +138,17 @@ def _scheme(scheme: Mapping[str, Any], default_format: Any) -> CompressedTensors
         raise refusal(f"its weights are {weights}")
     if not rows and layout == "pack-quantized":
         return CompressedTensors(scheme_of(bits), bits, is_symmetric, frozenset({size}))
+    if rows and bits == 4 and layout == "pack-quantized" and _arguments(rows, "input_activations") == _rows(size):
+        return CompressedTensors(scheme_of(4, quantizes_rows=True), bits, is_symmetric, frozenset({size}))
     is_int8 = bits == 8 and is_symmetric and size is None
-    if rows and is_int8 and layout == _INT_QUANTIZED and _arguments(rows, "input_activations") == _ROWS:
+    if rows and is_int8 and layout == _INT_QUANTIZED and _arguments(rows, "input_activations") == _rows(None):
         return CompressedTensors(_INT8, bits, is_symmetric, frozenset({size}))
     raise refusal(f"its format is {layout!r} with weights {weights} and input_activations {rows}")
+
+
+def _rows(group_size: int | None) -> dict[str, Any]:
+    """Say how rows in int8 are written: with a scale for each row, or for each group of so many of its inputs."""
+    return {**_FIELDS, "strategy": "group" if group_size else "token", "group_size": group_size, "dynamic": True}
 
 
 def _is_float(scheme: Mapping[str, Any]) -> bool:

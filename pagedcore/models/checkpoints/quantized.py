@@ -38,9 +38,9 @@ from pagedcore.models.families.supported_models import check_layers_of, check_nu
 from pagedcore.models.families.table import module_name
 from pagedcore.models.linears.int8_embedding import FIELD, restore_embedding
 from pagedcore.models.linears.packed_linear import can_pack
+from pagedcore.models.linears.schemes import fits
 from pagedcore.models.linears.shared_matrices import read_by_others
 from pagedcore.models.linears.stored_weight import StoredWeight, refusal
-from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -289,9 +289,7 @@ def _require_product(weight: StoredWeight, name: str) -> None:
     if weight.decode is not None:
         return
     num_inputs, num_groups = weight.shape[1], weight.num_groups
-    is_even = num_groups == 1 or num_inputs % (8 * num_groups) == 0
-    fits = form_of_int8_product(num_inputs) is not None if SCHEMES[weight.scheme].quantizes_rows else is_even
-    if not (fits and can_pack(weight.dtype, num_inputs)):
+    if not (fits(SCHEMES[weight.scheme], num_inputs, num_groups) and can_pack(weight.dtype, num_inputs)):
         raise refusal(
             f"no product here is {weight.scheme} with rows in {weight.dtype} and the {num_inputs} inputs in "
             f"{num_groups} groups of {name}"

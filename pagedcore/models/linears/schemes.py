@@ -16,7 +16,7 @@ from pagedcore.config.schemes import SCHEMES, Scheme
 from pagedcore.models.linears.packed_linear import FASTEST, can_pack, checked_outputs, require_right
 from pagedcore.protocols import Matmul
 from pagedcore_kernels.cpu.matmul import packed_grouped, packed_int8
-from pagedcore_kernels.cpu.matmul.grouped_tiles import CODEBOOKS
+from pagedcore_kernels.cpu.matmul.grouped_tiles import CODEBOOKS, UNIT
 from pagedcore_kernels.cpu.matmul.quantize_weights import quantize_groups
 
 _GROUP_SIZES: Final = (128, 64, 32, *range(120, 8, -8))
@@ -44,25 +44,19 @@ class QuantizedLinears:
         """
         if not self.can_quantize(weight.shape[1]):
             return FASTEST(weight, bias)
-        values, scales = self.quantize(weight)
-        product: Matmul = (
-            packed_int8.PackedInt8Matmul(values, scales[:, 0], bias, weight.dtype) if self.scheme.quantizes_rows
-            else packed_grouped.PackedGroupedMatmul(values, scales, None, self.scheme.bits, bias, weight.dtype)
-        )  # fmt: skip
-        require_quantized(product, values, scales, bias, self.scheme.quantizes_rows)
-        return product
+        return packed_product(self.scheme, *self.quantize(weight), None, bias, weight.dtype)
 
     def weight_bytes(self, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
         """Return the bytes of a packed weight of a format ``dtype``, scales included, without the bias."""
         if not self.can_quantize(num_inputs):
             return num_outputs * num_inputs * dtype.itemsize
-        if self.scheme.quantizes_rows:
+        if self.scheme.sums_whole_rows:
             return packed_int8.packed_bytes(num_outputs, num_inputs)
         return packed_grouped.packed_bytes(num_outputs, num_inputs, self.num_groups(num_inputs), self.scheme.bits)
 
     def can_quantize(self, num_inputs: int) -> bool:
         """Whether layers with so many inputs are quantised; others keep their number format."""
-        return not self.scheme.quantizes_rows or packed_int8.form_of_int8_product(num_inputs) is not None
+        return fits(self.scheme, num_inputs, self.num_groups(num_inputs))
 
     def num_groups(self, num_inputs: int) -> int:
         """Return how many scales an output has."""
@@ -75,6 +69,16 @@ class QuantizedLinears:
 
 QUANTIZERS: Final = {name: QuantizedLinears(scheme) for name, scheme in SCHEMES.items() if not scheme.is_chosen}
 """By the name that ``EngineConfig.quantization`` has."""
+
+
+def fits(scheme: Scheme, num_inputs: int, num_groups: int) -> bool:
+    """Whether there are products of a scheme with so many inputs in so many groups."""
+    if scheme.sums_whole_rows:
+        return packed_int8.form_of_int8_product(num_inputs) is not None
+    is_whole = num_groups == 1 or num_inputs % (UNIT * num_groups) == 0
+    return is_whole and (
+        not scheme.quantizes_rows or packed_grouped.form_of_byte_groups(-(-num_inputs // num_groups)) is not None
+    )
 
 
 def group_size(num_inputs: int) -> int:
@@ -133,11 +137,30 @@ def dequantize(
     return numbers.flatten(1)
 
 
+def packed_product(
+    scheme: Scheme, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None,
+    bias: torch.Tensor | None, dtype: torch.dtype, codebook: str = "",
+) -> Matmul:  # fmt: skip
+    """Pack a quantised weight for rows of a number format; arguments are those of ``dequantize``, and a bias [out].
+
+    Raises:
+        ModelNotSupported: the product is not what the quantised weight says.
+    """
+    product: Matmul = (
+        packed_int8.PackedInt8Matmul(values, scales[:, 0], bias, dtype) if scheme.sums_whole_rows
+        else packed_grouped.PackedGroupedMatmul(
+            values, scales, zeros, scheme.bits, bias, dtype, codebook, quantizes_rows=scheme.quantizes_rows
+        )
+    )  # fmt: skip
+    _require_quantized(product, values, scales, bias, scheme.quantizes_rows, zeros, codebook)
+    return product
+
+
 @torch.inference_mode()
-def require_quantized(
+def _require_quantized(
     product: Matmul, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, quantizes_rows: bool,
-    zeros: torch.Tensor | None = None, codebook: str = "",
-) -> None:
+    zeros: torch.Tensor | None, codebook: str,
+) -> None:  # fmt: skip
     """Compare a product with its weight [out, in], as ``dequantize`` has it; see ``require_right``.
 
     With a codebook its numbers are in the place of values, and may be rounded to bfloat16.

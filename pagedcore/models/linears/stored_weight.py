@@ -16,7 +16,7 @@ from pagedcore.config.schemes import SCHEMES
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.linears.int8_table import Int8Table
 from pagedcore.models.linears.packed_linear import FASTEST
-from pagedcore.models.linears.schemes import dequantize, require_quantized
+from pagedcore.models.linears.schemes import dequantize, packed_product
 from pagedcore.protocols import LinearFactory, Matmul
 from pagedcore_kernels.cpu.matmul import packed_grouped, packed_int8
 from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages
@@ -131,7 +131,7 @@ class StoredWeight:
         if self.decode is not None:
             return self.shape[0] * self.shape[1] * self.dtype.itemsize
         scheme = SCHEMES[self.scheme]
-        if scheme.quantizes_rows:
+        if scheme.sums_whole_rows:
             return packed_int8.packed_bytes(*self.shape)
         packed = packed_grouped.packed_bytes(
             *self.shape, self.num_groups, scheme.bits, has_least=self.has_least, has_zeros=self.has_zeros,
@@ -151,15 +151,9 @@ class StoredWeight:
             sizes = [part.shape[0] for part in self.parts]
             biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
             return JoinedMatmul([part.product(share) for part, share in zip(self.parts, biases, strict=True)])
-        weight, scheme = self.read(), SCHEMES[self.scheme]
-        if scheme.quantizes_rows:
-            made: Matmul = packed_int8.PackedInt8Matmul(weight.values, weight.scales[:, 0], bias, self.dtype)
-        else:
-            made = packed_grouped.PackedGroupedMatmul(
-                weight.values, weight.scales, weight.zeros, scheme.bits, bias, self.dtype, weight.codebook
-            )
-        require_quantized(
-            made, weight.values, weight.scales, bias, scheme.quantizes_rows, weight.zeros, weight.codebook
+        weight = self.read()
+        made = packed_product(
+            SCHEMES[self.scheme], weight.values, weight.scales, weight.zeros, bias, self.dtype, weight.codebook
         )
         if isinstance(self.look_up, Int8Table):
             self.look_up.share(made)

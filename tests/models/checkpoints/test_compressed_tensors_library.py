@@ -20,7 +20,8 @@ from support.quantized_checkpoints import change_config, linear_names, numbers_o
 pytestmark = pytest.mark.formats
 SCHEMES = [
     ("w8a8", 8, True, None), ("w4a16", 4, True, 32), ("w4a16", 4, False, 32), ("w4a16", 4, True, None),
-    ("w4a16", 4, False, None), ("w8a16", 8, True, 16), ("w8a16", 8, False, 32), ("w8a16", 8, True, None),
+    ("w4a16", 4, False, None), ("w4a8", 4, True, 32), ("w4a8", 4, False, None),
+    ("w8a16", 8, True, 16), ("w8a16", 8, False, 32), ("w8a16", 8, True, None),
 ]
 
 
@@ -31,9 +32,12 @@ def scheme_of(scheme: str, bits: int, is_symmetric: bool, group_size: int | None
         num_bits=bits, type="int", symmetric=is_symmetric, strategy="group" if group_size else "channel",
         group_size=group_size,
     )
-    rows = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True)
+    size = group_size if scheme == "w4a8" else None
+    rows = QuantizationArgs(
+        num_bits=8, type="int", symmetric=True, strategy="group" if size else "token", group_size=size, dynamic=True
+    )
     return QuantizationScheme(
-        targets=["Linear"], weights=weights, input_activations=rows if scheme == "w8a8" else None
+        targets=["Linear"], weights=weights, input_activations=rows if scheme in ("w8a8", "w4a8") else None
     )
 
 
@@ -74,7 +78,7 @@ def test_what_the_library_writes_is_read(
     assert torch.equal(numbers_of(read.read()), compressor.decompress(dict(state), described)["weight"])
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "w4a16"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "w4a16", "w4a8"])
 def test_the_library_reads_what_convert_writes(scheme: str, tmp_path: Path) -> None:
     """The configuration is one to the library, and every layer that it decompresses has our numbers."""
     from compressed_tensors.quantization import QuantizationConfig
@@ -93,7 +97,7 @@ def test_the_library_reads_what_convert_writes(scheme: str, tmp_path: Path) -> N
         assert torch.equal(numbers_of(read.read()), compressor.decompress(state, group)["weight"])
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "w4a16"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a16", "w4a16", "w4a8"])
 def test_transformers_loads_what_convert_writes(scheme: str, tmp_path: Path) -> None:
     """transformers, which decompresses by the library, computes nearly the same log-probabilities of a prompt.
 
@@ -119,7 +123,7 @@ def test_transformers_loads_what_convert_writes(scheme: str, tmp_path: Path) -> 
         output = engine.generate([prompt], params, show_progress=False)[0]
     actual = torch.tensor([one.logprob for one in (output.prompt_logprobs or ())[1:]])
     expected = wanted[range(39), prompt[1:]]
-    assert (actual - expected).abs().mean() < (0.06 if scheme == "w8a8" else 2e-3) * expected.std()
+    assert (actual - expected).abs().mean() < (0.06 if scheme in ("w8a8", "w4a8") else 2e-3) * expected.std()
 
 
 def test_activations_that_are_ordered_by_weight_are_read(tmp_path: Path) -> None:

@@ -259,6 +259,7 @@ TWO_SCHEMES = {"a": W4A16["config_groups"]["group_0"],
     (with_scheme("ct-w4a16", weights={"strategy": "block", "block_structure": [2, 2]}), "'block'"),
     (with_scheme("ct-w4a16", weights={"group_size": -5}), "-5"),
     (with_scheme("ct-w4a16", input_activations={"num_bits": 8, "dynamic": True, "strategy": "token"}), "'pack-quant"),
+    (with_scheme("ct-w4a16", input_activations={"dynamic": True, "strategy": "group", "group_size": 8}), "'pack-quant"),
 ])
 def test_other_variants_are_refused(config: Any, found: str, tmp_path: Path) -> None:
     """A configuration that says something else than what is computed here is refused before a file is opened."""

@@ -35,6 +35,7 @@ from pagedcore_kernels.cpu.matmul.tiles import (
     SUM_BYTES,
     TILE_ROWS,
     add_products,
+    is_of_bytes,
     lane_numbers,
 )
 from pagedcore_kernels.cpu.simd import (
@@ -42,6 +43,7 @@ from pagedcore_kernels.cpu.simd import (
     INT16,
     INT32,
     LANES,
+    LINE,
     Builder,
     Typing,
     Value,
@@ -85,7 +87,6 @@ _WHOLE = ir.VectorType(INT32, LANES)
 _WORDS = ir.VectorType(INT16, 2 * LANES)
 _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _HALVES = ir.VectorType(ir.HalfType(), LANES)
-_LINE = 64
 _SIGNED = {bits: [*range(2 ** (bits - 1)), *range(-(2 ** (bits - 1)), 0)] for bits in (4, 5)}
 """What numbers of 4 and of 5 bits are in two's complement."""
 ONES = 0x3F803F80
@@ -108,8 +109,8 @@ def header_bytes(values: int, halves: int) -> int:
 
 
 def inputs_of_step(form: int) -> int:
-    """Inputs that one step takes: a pair, or one."""
-    return 1 if form == SINGLES else 2
+    """Inputs that one step takes: four of int8, a pair, or one."""
+    return 4 if is_of_bytes(form) else 1 if form == SINGLES else 2
 
 
 @njit(inline="always")
@@ -217,12 +218,12 @@ def multiply_grouped_tile(
             num_sums = count if stand_for == WITH_LEAST else 0
             of_inputs = [cgutils.alloca_once_value(b, constant(0.0)) for _ in range(num_sums)]
             has_zeros = stand_for == WITH_ZEROS and packed != UNPACKED
-            zeros = {v: _load_zeros(b, scales, v, half) if has_zeros else None for v in vectors}
+            zeros = {v: load_zeros(b, scales, v, half) if has_zeros else None for v in vectors}
             with cgutils.for_range(b, units) as loop:
                 place = b.mul(loop.index, int64(bytes_of_unit))
                 unit = {v: _Unit(b, kind, num_bits, stand_for, wide, b.add(w, place), v, zeros[v]) for v in vectors}
                 if packed != UNPACKED and vectors.start == 0:
-                    for line in range(0, bytes_of_unit, _LINE):
+                    for line in range(0, bytes_of_unit, LINE):
                         prefetch_line(b, next_memory, b.add(place, int64(line)))
                 row_unit = b.mul(loop.index, int64(num_steps * 4))
                 kept = b.add(unpacked, b.mul(loop.index, int64(bytes_unpacked)))
@@ -241,7 +242,7 @@ def multiply_grouped_tile(
                         for total in of_inputs[m : m + 1]:
                             b.store(add_products(b, kind, b.load(total), _ones(b, kind), inputs), total)
             for v in vectors:
-                header = [_load_numbers(b, scales, part * scale_bytes(half), v, half)
+                header = [load_numbers(b, scales, part * scale_bytes(half), v, half)
                           for part in range(2 if stand_for == WITH_LEAST else 1)]  # fmt: skip
                 for part, numbers in enumerate(header if packed == KEPT else ()):
                     store(b, numbers, unpacked, BUFFER_WEIGHTS + part * scale_bytes(0) + v * 64, 4)
@@ -265,7 +266,7 @@ def ask_for_header(typing: Typing, num_bytes: Any, address: Any) -> Any:
     size = num_bytes.literal_value
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        for line in range(0, size, _LINE):
+        for line in range(0, size, LINE):
             prefetch_line(b, args[1], int64(line))
         return context.get_dummy_value()
 
@@ -381,11 +382,12 @@ def _permute(b: Builder, instruction: str, table: Value, numbers: Value) -> Valu
     return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{instruction}"), [table, numbers])
 
 
-def _load_zeros(b: Builder, group: Value, vector: int, halves: int) -> Value:
+def load_zeros(b: Builder, group: Value, vector: int, halves: int) -> Value:
+    """Load sixteen zero points of a group's header, as int32."""
     return b.sext(load(b, group, scale_bytes(halves) + vector * LANES, _BYTES, 1), _WHOLE)
 
 
-def _load_numbers(b: Builder, group: Value, place: int, vector: int, halves: int) -> Value:
+def load_numbers(b: Builder, group: Value, place: int, vector: int, halves: int) -> Value:
     """Load sixteen float32 of a group's header, or float16, of which float32 loses nothing."""
     if not halves:
         return load(b, group, place + vector * 64, floats(), 4)

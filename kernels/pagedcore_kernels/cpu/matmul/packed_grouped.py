@@ -3,10 +3,12 @@
 A weight is ``scale * (value - zero)``, ``scale * value - least``, or ``scale`` times what a codebook says of a value.
 Rows stay what they are, float32 or bfloat16. Few rows are bound by the memory that weights take, so they are unpacked
 in registers; of many rows 64 share what the first few have unpacked. Read ``grouped_tiles.py`` for the arithmetic, and
-``grouped_blocks.py`` for that of processors with matrix units.
+``grouped_blocks.py`` for that of processors with matrix units. Or, with weights of 4 bits, each group of a row becomes
+int8 with a scale of its own ("W4A8"): read ``grouped_bytes.py``.
 
-Invariant: an output's bits depend on its row, its weights and its bias alone. In float32 they do not depend on the
-instructions that the processor has either; in bfloat16 there are three orders of additions, as in ``packed.py``.
+Invariant: an output's bits depend on its row, its weights and its bias alone. In float32, and with rows in int8, they
+do not depend on the instructions that the processor has either; in bfloat16 there are three orders of additions, as in
+``packed.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from pagedcore_kernels.cpu.matmul.amx import (
     rows_of_blocks,
 )
 from pagedcore_kernels.cpu.matmul.grouped_blocks import fill_with_ones, multiply_blocks_of_chunk
+from pagedcore_kernels.cpu.matmul.grouped_bytes import MIDDLE, multiply_byte_tiles
 from pagedcore_kernels.cpu.matmul.grouped_packing import grouped_panels_of
+from pagedcore_kernels.cpu.matmul.grouped_rows import GROUP_WORDS, RowGroupQuantizer
 from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     BUFFER_BYTES,
     CHUNK_STEPS,
@@ -47,7 +51,17 @@ from pagedcore_kernels.cpu.matmul.largest import bar_outputs, first_barred, keep
 from pagedcore_kernels.cpu.matmul.packed import fewest_streamed_rows, sizes_of_product, work_items
 from pagedcore_kernels.cpu.matmul.packed_weight import Fact, PackedWeight
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
-from pagedcore_kernels.cpu.matmul.tiles import MATRIX_UNITS, PAIRS, PANEL, SINGLES, SUM_BYTES, store_sums
+from pagedcore_kernels.cpu.matmul.tiles import (
+    BYTES,
+    MATRIX_UNITS,
+    PAIRS,
+    PANEL,
+    SINGLES,
+    SUM_BYTES,
+    WIDENED_BYTES,
+    is_of_bytes,
+    store_sums,
+)
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.simd import LANES, address_of, claim, drain_streams, load_int64, stack_floats, stack_int64
 from pagedcore_kernels.errors import InternalError
@@ -58,17 +72,22 @@ LAYOUT, LAYOUT_VERSION = "grouped", 1
 another version."""
 _KINDS = {"whole": WHOLE, "zeros": WITH_ZEROS, "least": WITH_LEAST} | KIND_OF_CODEBOOK
 """What values stand for, by name."""
+_INT8_ROWS = "int8"
+_ROWS = "float", _INT8_ROWS
+"""What rows are multiplied as; for int8 values of 4 bits are from 0 to 15."""
 _GROUP_ROWS = 64
 """Rows that share a chunk of unpacked weights, whose sums take 16 KiB."""
 _SHARE_ROWS = 64
 """Fewest rows of a work item, where a panel is cut into several; that of ``work_items``."""
-_WIDE_SUMS, _NARROW_SUMS = 16, 4
+_WIDE_SUMS, _WIDE_SUMS_OF_BYTES, _WIDE_SUMS_OF_WORDS, _NARROW_SUMS = 16, 24, 8, 4
 _AHEAD_BYTES = 8192
 """How far ahead of its use memory is asked for."""
 _TILE_INPUTS = 2 * TILE_STEPS
 """Inputs that an instruction of matrix units takes."""
 _SIZE_WORDS = 5, 10
 """Words of the parameter block: the number of rows, and the first of the two of ``work_items``."""
+MOST_BYTE_GROUP_INPUTS = 2**20
+"""Most inputs of a group where rows are int8: 127 * 16 times as many is below 2**31."""
 _RANGES = {4: (-8, 7, 8), 8: (-128, 127, 127)}
 """Least and largest value, by bits; zero points may be one more than a value of 4 bits."""
 
@@ -81,6 +100,14 @@ def form_of_grouped_product(dtype: torch.dtype, group_inputs: int = 0) -> int | 
     if dtype == torch.bfloat16 and fills_tiles and may_use_tiles(MATRIX_UNITS):
         return MATRIX_UNITS
     return PAIRS if dtype == torch.bfloat16 and has_instructions("avx512bf16", "avx512bw") else SINGLES
+
+
+def form_of_byte_groups(group_inputs: int) -> int | None:
+    """Say how products of rows in int8 are computed here whose groups have so many inputs; ``None``: they are not."""
+    if not has_fused_vectors() or not 0 < group_inputs <= MOST_BYTE_GROUP_INPUTS:
+        return None
+    has_sums_of_four = has_instructions("avx512vnni") if has_wide_vectors() else has_instructions("avxvnni")
+    return BYTES if has_sums_of_four else WIDENED_BYTES
 
 
 def packed_bytes(
@@ -111,6 +138,7 @@ class PackedGroupedMatmul(PackedProduct):
         dtype: of rows and outputs, float32 or bfloat16.
         codebook: of ``CODEBOOKS``, by name: number ``values & 15`` of it is in the place of each value of 4 bits,
             rounded to bfloat16 where the processor multiplies pairs of these. "": values are numbers.
+        quantizes_rows: each group of a row becomes int8; with 4 bits and no codebook.
 
     A group has a multiple of 8 inputs; only where there is one group for each output may ``in`` be any number.
 
@@ -120,18 +148,21 @@ class PackedGroupedMatmul(PackedProduct):
 
     def __init__(
         self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int,
-        bias: torch.Tensor | None, dtype: torch.dtype, codebook: str = "",
+        bias: torch.Tensor | None, dtype: torch.dtype, codebook: str = "", *, quantizes_rows: bool = False,
     ) -> None:  # fmt: skip
         if form_of_grouped_product(dtype) is None:
             raise InternalError(f"rows: {dtype} cannot be multiplied here by weights of few bits")
         _check(values, scales, zeros, bits, bias)
         if codebook and (codebook not in KIND_OF_CODEBOOK or bits != 4 or zeros is not None):
             raise InternalError(f"codebook: got {codebook!r} for {bits} bits, {'no ' * (zeros is None)}zero points")
+        if quantizes_rows and _kind_of(zeros) != WITH_LEAST:
+            values = values + MIDDLE
         panels = grouped_panels_of(values, scales, zeros, bits, _kind_of(zeros))
         kind = KIND_OF_CODEBOOK.get(codebook, _kind_of(zeros))
         name = next(name for name, one in _KINDS.items() if one == kind)
         facts: dict[str, Fact] = {
             "groups": scales.shape[1], "bits": bits, "halves": _is_half(scales), "values": name,
+            "rows": _ROWS[quantizes_rows],
         }  # fmt: skip
         num_outputs, num_inputs = values.shape
         self._take(PackedWeight(LAYOUT, num_outputs, num_inputs, {"panels": panels}, facts), bias, dtype)
@@ -144,11 +175,13 @@ class PackedGroupedMatmul(PackedProduct):
         padded = self._num_inputs + self._padding
         if type(num_groups) is not int or not 0 < num_groups <= padded or padded % (num_groups * UNIT):
             raise InternalError(f"grouped weight: {self._num_inputs} inputs are in {num_groups!r} groups")
-        if (num_groups > 1 and self._padding) or (kind in KIND_OF_CODEBOOK.values() and bits != 4):
+        is_of_codebook, quantizes_rows = kind in KIND_OF_CODEBOOK.values(), packed.fact("rows", *_ROWS) == _INT8_ROWS
+        if (num_groups > 1 and self._padding) or (is_of_codebook and bits != 4):
             raise InternalError(f"grouped weight: {self._num_inputs} inputs of {bits} bits in {num_groups} groups")
         size = padded // num_groups
-        if (form := form_of_grouped_product(dtype, size)) is None:
-            raise InternalError(f"rows: {dtype} cannot be multiplied here by weights of few bits")
+        form = form_of_byte_groups(size) if quantizes_rows else form_of_grouped_product(dtype, size)
+        if form is None or (quantizes_rows and (bits != 4 or is_of_codebook)):
+            raise InternalError(f"rows: {dtype} are not multiplied here by {bits} bits in groups of {size}")
         group_bytes = header_bytes(kind, halves) + size // UNIT * unit_bytes(bits)
         self._panels = packed.tensor("panels", torch.uint8, (self._num_panels, num_groups, group_bytes))
         self.weight = torch.empty(0, dtype=dtype)
@@ -157,9 +190,10 @@ class PackedGroupedMatmul(PackedProduct):
             self._bias[: self._num_outputs] = bias
         self._is_widened = dtype == torch.bfloat16 and form == SINGLES
         self._sizes = num_groups, size // UNIT
+        self._quantize = RowGroupQuantizer(dtype, num_groups, size) if quantizes_rows else None
         self._is_int8_by_output = bits == 8 and num_groups == 1 and kind == WHOLE and not halves
         self._kernel = _kernel(form, bits, kind, halves, dtype)
-        self._parameters = ParameterBlock(13)
+        self._parameters = ParameterBlock(14)
 
     @property
     def memory(self) -> tuple[int, int]:
@@ -192,9 +226,13 @@ class PackedGroupedMatmul(PackedProduct):
             rows = torch.nn.functional.pad(rows, (0, self._padding))
         if self._is_widened:
             rows = rows.float()
+        known = rows
+        if self._quantize is not None:
+            rows, known = self._quantize(rows, workspace)
         self._parameters.fill(
             rows.data_ptr(), self._panels.data_ptr(), self._bias.data_ptr(), out, num_rows, self._num_outputs,
             *self._sizes, self._num_panels, *work_items(self._num_panels, num_rows), candidates, barred,
+            known.data_ptr(),
         )  # fmt: skip
         self._kernel.run(self._parameters, resize=(sizes_of_product, self._num_panels, _SIZE_WORDS))
 
@@ -244,9 +282,12 @@ def _within(values: torch.Tensor, least: int, largest: int) -> bool:
 def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) -> Kernel:
     """Compile the kernel, or take it from the cache; its parameters are those that ``__call__`` fills in."""
     is_bf16, is_wide, item_bytes = int(dtype == torch.bfloat16), int(has_wide_vectors()), dtype.itemsize
-    most_sums = _WIDE_SUMS if is_wide else _NARROW_SUMS
+    most_sums = {BYTES: _WIDE_SUMS_OF_BYTES, WIDENED_BYTES: _WIDE_SUMS_OF_WORDS}.get(form, _WIDE_SUMS)
+    most_sums = most_sums if is_wide else _NARROW_SUMS
     bytes_of_unit, row_unit_bytes = unit_bytes(bits), UNIT // inputs_of_step(form) * 4
-    chunk_units = CHUNK_STEPS * inputs_of_step(form) // UNIT
+    # Why a whole group: sums of int8 are exact.
+    has_bytes, known_bytes = int(is_of_bytes(form)), 4 * GROUP_WORDS
+    chunk_units = MOST_BYTE_GROUP_INPUTS if has_bytes else CHUNK_STEPS * inputs_of_step(form) // UNIT
     bytes_of_header = header_bytes(values, halves)
     panel_outputs, sum_bytes, least_rows, group_rows = PANEL, SUM_BYTES, _SHARE_ROWS, _GROUP_ROWS
     num_sums, num_weights = _GROUP_ROWS * PANEL, BUFFER_BYTES // 4
@@ -262,7 +303,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
         bias, out, num_rows = load_int64(p, 3), load_int64(p, 4), load_int64(p, 5)
         num_outputs, num_groups, num_units = load_int64(p, 6), load_int64(p, 7), load_int64(p, 8)
         num_panels, num_whole, num_shares = load_int64(p, 9), load_int64(p, 10), load_int64(p, 11)
-        candidates, barred = load_int64(p, 12), load_int64(p, 13)
+        candidates, barred, known = load_int64(p, 12), load_int64(p, 13), load_int64(p, 14)
         row_bytes, group_bytes = num_groups * num_units * row_unit_bytes, bytes_of_header + num_units * bytes_of_unit
         panel_bytes = num_groups * group_bytes
         share_rows = (num_rows + num_shares * least_rows - 1) // (num_shares * least_rows) * least_rows
@@ -308,6 +349,12 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
                             multiply_blocks_of_chunk(
                                 bits, values, halves, source, row_bytes, count, size, here, group, units, sums, ahead,
                                 buffer, products, of_inputs, ones,
+                            )
+                        elif has_bytes:
+                            of_group = known + (first_row * num_groups + number) * known_bytes
+                            multiply_byte_tiles(
+                                form, values, halves, most_sums, is_wide, source, row_bytes, count, of_group,
+                                num_groups * known_bytes, here, group, units, sums, ahead,
                             )
                         else:
                             multiply_tiles_of_chunk(

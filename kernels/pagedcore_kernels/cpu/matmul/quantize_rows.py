@@ -116,14 +116,9 @@ def quantize_row(
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         _, _, source, count, target, scale_address = args
-        largest = _largest_magnitude(b, source, count, bf16)
-        is_finite = b.fcmp_ordered("<", largest, constant(float("inf"), FLOAT))
-        is_large = b.fcmp_ordered(">=", largest, constant(_SMALLEST, FLOAT))
-        quotient = b.fdiv(largest, constant(_LARGEST, FLOAT))
-        known = b.select(is_large, quotient, constant(0.0, FLOAT))
-        store(b, b.select(is_finite, known, constant(float("nan"), FLOAT)), scale_address, 0, 4)
-        inverse = b.fdiv(constant(_LARGEST, FLOAT), largest)
-        factor = splat(b, b.select(b.and_(is_finite, is_large), inverse, constant(0.0, FLOAT)))
+        scale, factor = scale_and_factor(b, largest_magnitude(b, source, count, bf16))
+        store(b, scale, scale_address, 0, 4)
+        factor = splat(b, factor)
         with cgutils.for_range(b, count) as loop:
             inputs = load_floats(b, source, b.mul(loop.index, int64(vector_bytes)), bf16)
             rounded = b.fadd(b.fmul(inputs, factor), constant(ROUNDING))
@@ -134,16 +129,28 @@ def quantize_row(
     return types.void(is_bf16, offset, *[types.int64] * 4), codegen
 
 
-def _largest_magnitude(b: Builder, row: Value, count: Value, is_bf16: int) -> Value:
-    """Return the largest magnitude of a row, a NaN if there is one.
+def scale_and_factor(b: Builder, largest: Value) -> tuple[Value, Value]:
+    """Return the scale of inputs whose largest magnitude is known, and what each of them is multiplied with."""
+    is_finite = b.fcmp_ordered("<", largest, constant(float("inf"), FLOAT))
+    is_large = b.fcmp_ordered(">=", largest, constant(_SMALLEST, FLOAT))
+    quotient = b.fdiv(largest, constant(_LARGEST, FLOAT))
+    known = b.select(is_large, quotient, constant(0.0, FLOAT))
+    scale = b.select(is_finite, known, constant(float("nan"), FLOAT))
+    inverse = b.fdiv(constant(_LARGEST, FLOAT), largest)
+    return scale, b.select(b.and_(is_finite, is_large), inverse, constant(0.0, FLOAT))
+
+
+def largest_magnitude(b: Builder, row: Value, count: Value, is_bf16: int, lanes: int = LANES) -> Value:
+    """Return the largest magnitude of ``count`` * ``lanes`` inputs, a NaN if there is one.
 
     Why as integers: the bits of magnitudes are in the order of the magnitudes, those of NaN after that of infinity.
     """
-    magnitude, vector_bytes = integer_constant(0x7FFFFFFF, _WHOLE), LANES * item_bytes(is_bf16)
-    largest = cgutils.alloca_once_value(b, integer_constant(0, _WHOLE))
+    whole, vector_bytes = ir.VectorType(INT32, lanes), lanes * item_bytes(is_bf16)
+    magnitude = integer_constant(0x7FFFFFFF, whole)
+    largest = cgutils.alloca_once_value(b, integer_constant(0, whole))
     with cgutils.for_range(b, count) as loop:
-        inputs = load_floats(b, row, b.mul(loop.index, int64(vector_bytes)), is_bf16)
-        here, before = b.and_(b.bitcast(inputs, _WHOLE), magnitude), b.load(largest)
+        inputs = load_floats(b, row, b.mul(loop.index, int64(vector_bytes)), is_bf16, lanes)
+        here, before = b.and_(b.bitcast(inputs, whole), magnitude), b.load(largest)
         b.store(larger(b, here, before), largest)
     bits = reduce_lanes(b, b.load(largest), partial(larger, b))
     return b.bitcast(bits, FLOAT)

@@ -1,0 +1,221 @@
+"""The inner part of a product of int8 rows with weights of 4 bits that have scales for groups of inputs, as intrinsics.
+
+A unit of packed weights is as ``grouped_tiles.py`` says, with values that are counted from 0 to 15. Two masks and a
+shift make of it two steps: four unsigned inputs in each of sixteen lanes, which an instruction multiplies with four
+signed inputs of a row. ``grouped_rows.py`` puts a row's inputs in the order that comes of it.
+
+Without an instruction that adds four products to an int32, two are added as int16, and those of 32 inputs after that,
+which an int16 holds: 16 * 15 * 127 is below 2**15.
+
+Invariant: an output is, over the groups in order, ``fma(float(sum) * row scale, scale, sum before)``, where the sum is
+that of the group's products ``row * (value - zero)``, an exact int32; with least weights comes then
+``fma(float(sum of the row's group) * row scale, -least, that)``. Every processor computes it to the last bit alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pagedcore_kernels.cpu.matmul.grouped_tiles import (
+    UNIT,
+    WITH_LEAST,
+    WITH_ZEROS,
+    load_numbers,
+    load_zeros,
+    scale_bytes,
+    unit_bytes,
+)
+from pagedcore_kernels.cpu.matmul.tiles import BYTES, PANEL, SUM_BYTES, lane_numbers, most_rows_of_tile
+from pagedcore_kernels.cpu.simd import (
+    FLOAT,
+    INT8,
+    INT16,
+    INT32,
+    LANES,
+    LINE,
+    Builder,
+    Typing,
+    Value,
+    floats,
+    fma,
+    int64,
+    integer_constant,
+    load,
+    prefetch_line,
+    splat,
+    store,
+)
+
+MIDDLE = 8
+"""Added to values from -8 to 7 when they are packed."""
+
+_VECTORS = PANEL // LANES
+_UNITS_OF_WORDS = 4
+"""Units whose products an int16 holds the sum of."""
+_UNIT_BYTES = unit_bytes(4)
+_WHOLE, _WORDS = ir.VectorType(INT32, LANES), ir.VectorType(INT16, 2 * LANES)
+_PARTS = {8: "256", 16: "512"}
+"""By lanes of a vector, how instructions for such are called."""
+
+
+@njit(inline="always")
+def multiply_byte_tiles(
+    form: int, values: int, halves: int, most_sums: int, is_wide: int, rows: int, row_bytes: int, num_rows: int,
+    known: int, known_bytes: int, weights: int, group: int, num_units: int, sums: int, ahead: int,
+) -> None:  # fmt: skip
+    """``multiply_byte_tile`` for any number of rows; the first tile asks for memory ahead."""
+    tile_rows = most_rows_of_tile(most_sums)
+    num_tiles = (num_rows + tile_rows - 1) // tile_rows
+    for tile in range(num_tiles):
+        # Tiles of even sizes: the smaller ones are slower for their size.
+        row, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
+        multiply_byte_tile(
+            form, values, halves, most_sums, is_wide, rows + row * row_bytes, row_bytes, end - row,
+            known + row * known_bytes, known_bytes, weights, group, num_units, sums + row * SUM_BYTES,
+            ahead if tile == 0 else 0,
+        )  # fmt: skip
+
+
+@intrinsic(prefer_literal=True)
+def multiply_byte_tile(
+    typing: Typing,
+    form: Any,
+    values: Any,
+    halves: Any,
+    most_sums: Any,
+    is_wide: Any,
+    rows: Any,
+    row_bytes: Any,
+    num_rows: Any,
+    known: Any,
+    known_bytes: Any,
+    weights: Any,
+    group: Any,
+    num_units: Any,
+    sums: Any,
+    ahead: Any,
+) -> Any:
+    """sums[num_rows, PANEL] += the products of a group, as the module's first lines say.
+
+    Literal: form, values, halves (whether scales and least weights are float16), most_sums (vectors of sums in
+    registers at once), is_wide (vectors of 512 bits are there); there is code for each ``num_rows``. ``known`` is the
+    address of scale and sum of each row's group, ``known_bytes`` apart, and ``group`` that of the weights' header. As
+    many bytes from ``ahead`` on as weights have are asked for, unless it is 0.
+    """
+    literals = (form, values, halves, most_sums, is_wide)
+    kind, stand_for, half, most, wide = (literal.literal_value for literal in literals)
+    lanes = LANES if wide and kind == BYTES else LANES // 2
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        x, stride, wanted, of_rows, known_stride, w, header, units, target, next_memory = args[len(literals) :]
+        asks = b.icmp_signed("!=", next_memory, int64(0))
+
+        def multiply(count: int, vectors: range) -> None:
+            places = [(m, v) for m in range(count) for v in vectors]
+            starts, of_groups = ([b.add(start, b.mul(step, int64(m))) for m in range(count)]
+                                 for start, step in ((x, stride), (of_rows, known_stride)))
+            sums_of_rows = [load(b, one, 4, INT32, 4) for one in of_groups]
+            zeros = {v: load_zeros(b, header, v, half) if stand_for == WITH_ZEROS else None for v in vectors}
+            totals = {(m, v): cgutils.alloca_once_value(b, _first_sum(b, sums_of_rows[m], stand_for, zeros[v]))
+                      for m, v in places}
+
+            def add_unit(number: Value, totals: Any) -> None:
+                place = b.mul(number, int64(_UNIT_BYTES))
+                if vectors.start == 0:
+                    with b.if_then(asks):
+                        for line in range(0, _UNIT_BYTES, LINE):
+                            prefetch_line(b, next_memory, b.add(place, int64(line)))
+                packed = {v: load(b, w, b.add(place, int64(v * LINE)), _WHOLE, 4) for v in vectors}
+                for step in range(UNIT // 4):
+                    weight = {v: _step(b, packed[v], step) for v in vectors}
+                    for m in range(count):
+                        offset = b.add(b.mul(number, int64(UNIT)), int64(4 * step))
+                        inputs = splat(b, load(b, starts[m], offset, INT32, 1))
+                        for v in vectors:
+                            b.store(_add(b, kind, lanes, b.load(totals[m, v]), weight[v], inputs), totals[m, v])
+
+            if kind == BYTES:
+                with cgutils.for_range(b, units) as loop:
+                    add_unit(loop.index, totals)
+            else:
+                of_words = {place: cgutils.alloca_once(b, _WORDS) for place in places}
+                with cgutils.for_range_slice(b, int64(0), units, int64(_UNITS_OF_WORDS)) as (start, _):
+                    for place in places:
+                        b.store(integer_constant(0, _WORDS), of_words[place])
+                    rest = b.sub(units, start)
+                    some = b.select(b.icmp_signed("<", rest, int64(_UNITS_OF_WORDS)), rest, int64(_UNITS_OF_WORDS))
+                    with cgutils.for_range(b, some) as loop:
+                        add_unit(b.add(start, loop.index), of_words)
+                    for place in places:
+                        b.store(b.add(b.load(totals[place]), _sum_pairs(b, b.load(of_words[place]))), totals[place])
+            for v in vectors:
+                scales = load_numbers(b, header, 0, v, half)
+                least = load_numbers(b, header, scale_bytes(half), v, half) if stand_for == WITH_LEAST else None
+                for m in range(count):
+                    scale, output = splat(b, load(b, of_groups[m], 0, FLOAT, 4)), m * SUM_BYTES + v * LINE
+                    total = b.fmul(b.sitofp(b.load(totals[m, v]), floats()), scale)
+                    after = fma(b, total, scales, load(b, target, output, floats(), 4))
+                    if least is not None:
+                        inputs = b.fmul(b.sitofp(splat(b, sums_of_rows[m]), floats()), scale)
+                        after = fma(b, inputs, least, after)
+                    store(b, after, target, output, 4)
+
+        for count in range(1, most_rows_of_tile(most) + 1):
+            with b.if_then(b.icmp_signed("==", wanted, int64(count))):
+                width = max(1, min(_VECTORS, most // count))
+                for start in range(0, _VECTORS, width):
+                    multiply(count, range(start, min(start + width, _VECTORS)))
+        return context.get_dummy_value()
+
+    return types.void(*literals, *[types.int64] * 10), codegen
+
+
+def _first_sum(b: Builder, sum_of_row: Value, values: int, zeros: Value | None) -> Value:
+    """Return what is added to the products of values that are counted from 0."""
+    if values == WITH_LEAST:
+        return integer_constant(0, _WHOLE)
+    if zeros is None:
+        return splat(b, b.mul(sum_of_row, ir.Constant(INT32, -MIDDLE)))
+    return b.mul(b.sub(integer_constant(-MIDDLE, _WHOLE), zeros), splat(b, sum_of_row))
+
+
+def _step(b: Builder, packed: Value, step: int) -> Value:
+    """Return four unsigned inputs in each lane: those in the lower halves of bytes, or in the upper."""
+    shifted = b.lshr(packed, integer_constant(4, _WHOLE)) if step else packed
+    return b.and_(shifted, integer_constant(0x0F0F0F0F, _WHOLE))
+
+
+def _add(b: Builder, form: int, lanes: int, total: Value, weights: Value, inputs: Value) -> Value:
+    """Emit ``total`` and the products of a step: int32 sums of four, or int16 sums of two."""
+    if form == BYTES:
+        # Why by this name: without AVX-512 LLVM makes the instruction of AVX-VNNI of it.
+        return _in_parts(b, f"avx512.vpdpbusd.{_PARTS[lanes]}", _WHOLE, lanes, total, weights, inputs)
+    some = ir.VectorType(INT8, 4 * LANES)
+    products = _in_parts(b, "avx2.pmadd.ub.sw", _WORDS, 2 * lanes, *(b.bitcast(one, some) for one in (weights, inputs)))
+    return b.add(total, products)
+
+
+def _sum_pairs(b: Builder, words: Value) -> Value:
+    """Add the two int16 of each lane."""
+    return _in_parts(b, "avx2.pmadd.wd", _WHOLE, LANES // 2, words, integer_constant(1, _WORDS))
+
+
+def _in_parts(b: Builder, instruction: str, kind: Any, lanes: int, *operands: Value) -> Value:
+    """Call an instruction whose results have ``lanes``, for vectors of a ``kind`` that has as many or twice."""
+    num_parts, result = kind.count // lanes, ir.VectorType(kind.element, lanes)
+
+    def part(operand: Value, number: int) -> Value:
+        count = operand.type.count // num_parts
+        return b.shuffle_vector(operand, operand, lane_numbers(number * count, count)) if num_parts > 1 else operand
+
+    parts = [[part(operand, number) for operand in operands] for number in range(num_parts)]
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(result, [one.type for one in parts[0]]), f"llvm.x86.{instruction}"
+    )
+    made = [b.call(function, one) for one in parts]
+    return made[0] if num_parts == 1 else b.shuffle_vector(*made, lane_numbers(0, kind.count))
