@@ -39,8 +39,9 @@ def workload(name: str) -> Workload:
     ``heavy``: 384 requests with prompts of 1 to 32 tokens and lengths spread as in ``pagedcore bench``'s
     ``heavy-tailed``: most generate a few tokens, some 256. ``w1``: 64 ragged requests. ``w2``: 32 requests with a
     shared prefix of 512 tokens that no cache has seen; ``w2p``: the same after one request with that prefix. ``w3``:
-    one stream; ``brief``: a short one. ``burst``: 16 short requests at once. ``warm``: four small ones. ``w3@1`` is
-    of the same shape with other tokens.
+    one stream; ``brief``: a short one. ``burst``: 16 short requests at once. ``eight``: as many of w3's shape at once;
+    ``prompts``: the same, answered with one token. ``warm``: four small ones. ``w3@1`` is of the same shape with other
+    tokens.
     """
     base, _, variation = name.partition("@")
     rng = random.Random(f"tokens-{base}-{variation}")
@@ -59,6 +60,8 @@ def workload(name: str) -> Workload:
         return Workload(name, [prefix + _tokens(rng, 16) for _ in range(32)], [32] * 32, prime)
     if base == "w3":
         return Workload(name, [_tokens(rng, 128)], [64])
+    if base in ("eight", "prompts"):
+        return Workload(name, [_tokens(rng, 128) for _ in range(8)], [64 if base == "eight" else 1] * 8)
     if base == "burst":
         return Workload(name, [_tokens(rng, 32) for _ in range(16)], [8] * 16)
     if base == "brief":

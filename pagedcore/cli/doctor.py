@@ -128,6 +128,7 @@ def machine_facts(machine: Machine) -> dict[str, str]:
     """Describe processor, memory, GPUs, whether an engine can compute on one, and whether kernels can be built."""
     from pagedcore.execution.devices import why_no_cuda
     from pagedcore_kernels.cpu.features import has_fused_vectors
+    from pagedcore_kernels.cpu.matmul.packed_grouped import describe_byte_groups
     from pagedcore_kernels.cpu.matmul.packed_int8 import describe_int8_products
     from pagedcore_kernels.cuda.build.toolchain import EXTRA, missing_compiler_parts
 
@@ -139,6 +140,7 @@ def machine_facts(machine: Machine) -> dict[str, str]:
         "number formats": ", ".join(machine.dtypes),
         "quantization": ", ".join(SCHEMES) if has_fused_vectors() else "needs an x86 processor with AVX2",
         "int8 products": describe_int8_products(),
+        "w4a8 products": describe_byte_groups(),
         "memory": f"{machine.memory_bytes / 2**30:.1f} GiB",
         "GPUs": _gpus() or "none found",
         'device="cuda"': why_no_cuda() or "available; tested on an H200 alone",

@@ -154,6 +154,19 @@ def test_every_processor_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch,
     assert answer.split() == [str(form), digest_of_products()]
 
 
+def test_another_processor_gets_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What multiplies is said in words, and without AVX2 there is no product."""
+    for given, said in (
+        ("+avx512f,+avx512vnni", "AVX-512 VNNI"), ("+avx2,+fma,+avxvnni", "AVX-VNNI"), ("+avx2,+fma", "AVX2"),
+        ("+avx512f,+avxvnni", "AVX2"), ("", "needs an x86 processor with AVX2"),
+    ):  # fmt: skip
+        names = {one.removeprefix("+"): True for one in given.split(",")}
+        monkeypatch.setattr(features, "_host", lambda names=names: names)
+        monkeypatch.setattr(features.config, "CPU_FEATURES", given)
+        assert packed_grouped.describe_byte_groups() == said
+    assert form_of_byte_groups(16) is None
+
+
 @pytest.mark.parametrize(("bits", "codebook", "num_inputs"), [
     (8, "", 64), (4, "nf4", 64), (4, "", MOST_BYTE_GROUP_INPUTS + 1),
 ])  # fmt: skip

@@ -110,6 +110,14 @@ def form_of_byte_groups(group_inputs: int) -> int | None:
     return BYTES if has_sums_of_four else WIDENED_BYTES
 
 
+def describe_byte_groups() -> str:
+    """Say in words what multiplies weights of 4 bits by rows in int8 here."""
+    form = form_of_byte_groups(UNIT)
+    if form != BYTES:
+        return "needs an x86 processor with AVX2" if form is None else "AVX2"
+    return "AVX-512 VNNI" if has_wide_vectors() else "AVX-VNNI"
+
+
 def packed_bytes(
     num_outputs: int, num_inputs: int, num_groups: int, bits: int, *, has_least: bool = False, has_zeros: bool = False,
     halves: bool = False,
