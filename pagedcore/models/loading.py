@@ -137,16 +137,14 @@ def _backend(
     model = model_source(model) if is_named else model
     stored = stored_format(model) if is_named else None
     is_quantized = stored is not None and stored.scheme != "none"
-    quantization = stored.scheme if stored is not None and is_quantized else config.quantization
-    if config.quantization not in ("none", quantization):
-        raise InvalidConfig(f"quantization: got {config.quantization!r} for a {quantization} checkpoint. Leave it.")
+    quantization = _quantization(config, stored if is_quantized else None)
     linears = _linears(config, device, load, quantization, is_quantized)
     given = model
     source = model if is_named else type(model).__name__
     if use_packed is None:
         use_packed = partial(find_packed, source, _wanted(config, device)) if is_named else _no_packed
     packed = use_packed()
-    model = _load(model, stored, config, device) if packed is None else load_packed(
+    model = _load(model, stored, config, device, quantization) if packed is None else load_packed(
         source, stored, packed, trust_remote_code=config.trust_remote_code)
     on_loaded(model)
     _tell_parts(model.config)
@@ -194,6 +192,22 @@ def _wanted(config: EngineConfig, device: Device) -> Wanted:
     return Wanted(dtype, is_chosen, config.quantization, others[0] if others else "")
 
 
+def _quantization(config: EngineConfig, stored: StoredFormat | None) -> str:
+    """Return the scheme of a model, which a quantised checkpoint has of its own; int4 of one may take int8 rows.
+
+    Raises:
+        InvalidConfig: the checkpoint's is another one than that of the settings.
+    """
+    from pagedcore.models.linears.int8_rows import may_take_int8_rows
+
+    wanted = config.quantization
+    if stored is None or may_take_int8_rows(stored.scheme, wanted):
+        return wanted
+    if wanted not in ("none", stored.scheme):
+        raise InvalidConfig(f"quantization: got {wanted!r} for a {stored.scheme} checkpoint. Leave it.")
+    return stored.scheme
+
+
 def _attention(config: EngineConfig, device: Device, load: Loader) -> tuple[str, Any]:
     """Return the attention factory for a device, and its name. Raises ``InvalidConfig`` for one that it cannot use."""
     from pagedcore.models.transformers_model import layout_maker, requirements_of
@@ -209,7 +223,7 @@ def _attention(config: EngineConfig, device: Device, load: Loader) -> tuple[str,
     return name, attention
 
 
-def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device: Device) -> Any:
+def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device: Device, quantization: str) -> Any:
     """Return a model with its weights, in a number format that the device computes in."""
     from pagedcore.models.checkpoints.fp8 import FP8
     from pagedcore.models.checkpoints.ownership import require_free
@@ -217,6 +231,7 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
     from pagedcore.models.checkpoints.quantized import load_stored
     from pagedcore.models.checkpoints.text_models import language_model_of
     from pagedcore.models.checkpoints.unloaded_weights import require_loaded
+    from pagedcore.models.linears.int8_rows import take_int8_rows
 
     dtype, trust = device.default_dtype if config.dtype == "auto" else config.dtype, config.trust_remote_code
     if stored is not None:
@@ -224,7 +239,10 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
         if isinstance(stored, FP8):
             # Why: what other factories do not take stays a tensor.
             stored = replace(stored, is_late=is_quick and config.linear_backend == "auto")
-        return load_stored(model, stored, number_format, trust_remote_code=trust, is_quick=is_quick)
+        model = load_stored(model, stored, number_format, trust_remote_code=trust, is_quick=is_quick)
+        if stored.scheme not in ("none", quantization):
+            take_int8_rows(model, quantization)
+        return model
     if isinstance(model, str | os.PathLike):
         model = load_pretrained(
             model, dtype=dtype, trust_remote_code=trust, is_quick=device.kind == "cpu",

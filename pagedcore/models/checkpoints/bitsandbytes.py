@@ -108,7 +108,8 @@ class BitsAndBytes:
             block_of = torch.arange(0, num_values, size) // block
             return QuantizedWeight(values, make_scales()[block_of].view(num_outputs, -1), None, self.codebook)
 
-        return StoredWeight(self.scheme, shape, dtype, num_inputs // size, [packed, numbers, octets, *sources], read)
+        return StoredWeight(self.scheme, shape, dtype, num_inputs // size, [packed, numbers, octets, *sources], read,
+                            codebook=self.codebook)
 
 
 def _state(files: TensorFiles, name: str) -> tuple[Mapping[str, Any], torch.Tensor]:

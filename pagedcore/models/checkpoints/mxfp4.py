@@ -28,6 +28,7 @@ _FIELDS: Final = frozenset({"quant_method", "modules_to_not_convert", "dequantiz
 _BLOCK: Final = 32
 """Inputs that share a scale."""
 _BIAS: Final = 127
+_CODEBOOK: Final = "e2m1"
 _LARGEST: Final = 252
 """The largest stored exponent; with the next one the codebook's 6 is no finite number of 32 bits."""
 
@@ -93,6 +94,6 @@ def _expert(blocks: torch.Tensor, exponents: torch.Tensor, shape: tuple[int, int
         signed = blocks.view(torch.int8)
         values = torch.stack((signed << 4 >> 4, signed >> 4), dim=-1).view(shape)
         scales = torch.ldexp(torch.ones(exponents.shape), exponents.int() - _BIAS)
-        return QuantizedWeight(values, scales, None, "e2m1")
+        return QuantizedWeight(values, scales, None, _CODEBOOK)
 
-    return StoredWeight(scheme_of(4), shape, dtype, exponents.shape[1], [blocks, exponents], read)
+    return StoredWeight(scheme_of(4), shape, dtype, exponents.shape[1], [blocks, exponents], read, codebook=_CODEBOOK)
