@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import edge_of_memory
+from kernels.test_matmul import on_another_processor
 from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu import features
 from pagedcore_kernels.cpu.matmul import packed_int8
@@ -157,9 +162,37 @@ def test_other_sizes_are_refused(num_inputs: int) -> None:
         PackedInt8Matmul(torch.zeros(4, 16), torch.ones(4), None, torch.float32)
 
 
+def digest_of_products() -> str:
+    """A checksum over outputs."""
+    digest = hashlib.sha256()
+    for shape in SHAPES[3:6]:
+        weight, scales, bias = weight_of(*shape)
+        product = PackedInt8Matmul(weight, scales, bias, torch.float32)
+        for num_rows in (1, 3, 4, 65):
+            digest.update(product(rows_of(num_rows, shape[1])).numpy().tobytes())
+    return digest.hexdigest()
+
+
+#: What ``on_another_processor`` runs.
+OTHER_PROCESSOR = """
+from kernels.test_matmul_int8 import digest_of_products
+from pagedcore_kernels.cpu.matmul.packed_int8 import describe_int8_products
+print(describe_int8_products(), digest_of_products())
+"""
+
+
+@pytest.mark.skipif(not features.has_instructions("avxvnni"), reason="no AVX-VNNI")
+def test_vectors_of_256_bits_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AVX-VNNI, in a process that is made believe that nothing wider is there."""
+    tests = os.fspath(Path(__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, *sys.path]))
+    answer = on_another_processor("alderlake", "amx", "avx10", "avx512", "evex512", program=OTHER_PROCESSOR)
+    assert answer.split() == ["AVX-VNNI", digest_of_products()]
+
+
 def test_another_processor_gets_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without VNNI numbers are widened; without AVX2 there is no product."""
-    monkeypatch.setattr(packed_int8, "has_instructions", lambda name: False)
+    monkeypatch.setattr(packed_int8, "has_sums_of_four", lambda: False)
     assert packed_int8.form_of_int8_product(64) == WIDENED_BYTES
     monkeypatch.setattr(features.config, "CPU_FEATURES", "")
     assert packed_int8.form_of_int8_product(64) is None

@@ -38,6 +38,11 @@ def has_fast_pairs() -> bool:
     return bool(llvmlite.binding.get_host_cpu_name().startswith("znver")) and has_instructions("avx512bf16")
 
 
+def has_sums_of_four() -> bool:
+    """Whether one instruction adds four products of int8 to an int32, on the widest vectors that are there."""
+    return has_instructions("avx512vnni" if has_wide_vectors() else "avxvnni")
+
+
 def may_stream() -> bool:
     """Whether to store large outputs past the caches.
 

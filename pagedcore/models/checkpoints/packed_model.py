@@ -42,8 +42,8 @@ FORMAT: Final = 1
 _NAME: Final = "model.packed"
 CONFIGS: Final = ("config.json", "quantize_config.json", "quant_config.json")
 """What says how a directory's model is computed."""
-_INSTRUCTIONS: Final = ("avx2", "fma", "avx512f", "avx512bw", "avx512vnni", "avx512bf16", "amx-tile", "amx-bf16",
-                        "amx-int8")  # fmt: skip
+_INSTRUCTIONS: Final = ("avx2", "fma", "avxvnni", "avx512f", "avx512bw", "avx512vnni", "avx512bf16", "amx-tile",
+                        "amx-bf16", "amx-int8")  # fmt: skip
 """What decides how products are computed, in LLVM's words."""
 _SAMPLES, _SAMPLE_BYTES, _HEAD_BYTES = 64, 2**12, 2**18
 """What is read of a file of weights to know it again: its beginning, and places spread over it."""

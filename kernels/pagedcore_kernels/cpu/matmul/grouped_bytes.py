@@ -30,7 +30,14 @@ from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     scale_bytes,
     unit_bytes,
 )
-from pagedcore_kernels.cpu.matmul.tiles import BYTES, PANEL, SUM_BYTES, lane_numbers, most_rows_of_tile
+from pagedcore_kernels.cpu.matmul.tiles import (
+    BYTES,
+    PANEL,
+    SUM_BYTES,
+    add_four_products,
+    in_parts,
+    most_rows_of_tile,
+)
 from pagedcore_kernels.cpu.simd import (
     FLOAT,
     INT8,
@@ -59,8 +66,6 @@ _UNITS_OF_WORDS = 4
 """Units whose products an int16 holds the sum of."""
 _UNIT_BYTES = unit_bytes(4)
 _WHOLE, _WORDS = ir.VectorType(INT32, LANES), ir.VectorType(INT16, 2 * LANES)
-_PARTS = {8: "256", 16: "512"}
-"""By lanes of a vector, how instructions for such are called."""
 
 
 @njit(inline="always")
@@ -193,29 +198,12 @@ def _step(b: Builder, packed: Value, step: int) -> Value:
 def _add(b: Builder, form: int, lanes: int, total: Value, weights: Value, inputs: Value) -> Value:
     """Emit ``total`` and the products of a step: int32 sums of four, or int16 sums of two."""
     if form == BYTES:
-        # Why by this name: without AVX-512 LLVM makes the instruction of AVX-VNNI of it.
-        return _in_parts(b, f"avx512.vpdpbusd.{_PARTS[lanes]}", _WHOLE, lanes, total, weights, inputs)
+        return add_four_products(b, lanes, total, weights, inputs)
     some = ir.VectorType(INT8, 4 * LANES)
-    products = _in_parts(b, "avx2.pmadd.ub.sw", _WORDS, 2 * lanes, *(b.bitcast(one, some) for one in (weights, inputs)))
+    products = in_parts(b, "avx2.pmadd.ub.sw", _WORDS, 2 * lanes, *(b.bitcast(one, some) for one in (weights, inputs)))
     return b.add(total, products)
 
 
 def _sum_pairs(b: Builder, words: Value) -> Value:
     """Add the two int16 of each lane."""
-    return _in_parts(b, "avx2.pmadd.wd", _WHOLE, LANES // 2, words, integer_constant(1, _WORDS))
-
-
-def _in_parts(b: Builder, instruction: str, kind: Any, lanes: int, *operands: Value) -> Value:
-    """Call an instruction whose results have ``lanes``, for vectors of a ``kind`` that has as many or twice."""
-    num_parts, result = kind.count // lanes, ir.VectorType(kind.element, lanes)
-
-    def part(operand: Value, number: int) -> Value:
-        count = operand.type.count // num_parts
-        return b.shuffle_vector(operand, operand, lane_numbers(number * count, count)) if num_parts > 1 else operand
-
-    parts = [[part(operand, number) for operand in operands] for number in range(num_parts)]
-    function = cgutils.get_or_insert_function(
-        b.module, ir.FunctionType(result, [one.type for one in parts[0]]), f"llvm.x86.{instruction}"
-    )
-    made = [b.call(function, one) for one in parts]
-    return made[0] if num_parts == 1 else b.shuffle_vector(*made, lane_numbers(0, kind.count))
+    return in_parts(b, "avx2.pmadd.wd", _WHOLE, LANES // 2, words, integer_constant(1, _WORDS))

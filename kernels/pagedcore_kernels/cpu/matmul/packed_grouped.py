@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
+from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_sums_of_four, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.amx import (
     CONFIGURATION_WORDS,
     TILE_STEPS,
@@ -106,8 +106,7 @@ def form_of_byte_groups(group_inputs: int) -> int | None:
     """Say how products of rows in int8 are computed here whose groups have so many inputs; ``None``: they are not."""
     if not has_fused_vectors() or not 0 < group_inputs <= MOST_BYTE_GROUP_INPUTS:
         return None
-    has_sums_of_four = has_instructions("avx512vnni") if has_wide_vectors() else has_instructions("avxvnni")
-    return BYTES if has_sums_of_four else WIDENED_BYTES
+    return BYTES if has_sums_of_four() else WIDENED_BYTES
 
 
 def describe_byte_groups() -> str:

@@ -16,7 +16,7 @@ from functools import cache
 
 import torch
 
-from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_wide_vectors
+from pagedcore_kernels.cpu.features import has_fused_vectors, has_sums_of_four, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.amx import may_use_tiles
 from pagedcore_kernels.cpu.matmul.packed import SIZE_WORDS, matmul_kernel, sizes_of_product, work_items
 from pagedcore_kernels.cpu.matmul.packed_weight import PackedWeight
@@ -50,7 +50,7 @@ def form_of_int8_product(num_inputs: int) -> int | None:
     """Say how int8 products of this size are computed here; ``None``: they are not."""
     if not has_fused_vectors() or not 0 < num_inputs <= MOST_INPUTS:
         return None
-    return BYTES if has_wide_vectors() and has_instructions("avx512vnni") else WIDENED_BYTES
+    return BYTES if has_sums_of_four() else WIDENED_BYTES
 
 
 @cache
@@ -76,7 +76,7 @@ def describe_int8_products() -> str:
     if form != BYTES:
         return "needs an x86 processor with AVX2" if form is None else "AVX2"
     if not may_use_tiles(BYTE_MATRIX_UNITS):
-        return "AVX-512 VNNI"
+        return "AVX-512 VNNI" if has_wide_vectors() else "AVX-VNNI"
     if NEVER in (fewest_tile_rows(torch.float32), fewest_tile_rows(torch.bfloat16)):
         return "AVX-512 VNNI; AMX gave other bits and is not used, please report it"
     return f"AMX from {FEWEST_TILE_ROWS} rows on, compared here with AVX-512 VNNI: the same bits"
@@ -142,8 +142,8 @@ class PackedInt8Matmul(PackedProduct):
         self._corrections = packed.tensor("corrections", torch.int32, filled)
         self.weight = torch.empty(0, dtype=dtype)
         self._bias = torch.zeros(filled) if bias is None else _filled(bias.float())
-        is_wide, offset = form == BYTES, _offset_of(form)
-        self._tiles_from = NEVER if not is_wide else fewest_tile_rows(dtype) if tiles_from is None else tiles_from
+        offset = _offset_of(form)
+        self._tiles_from = NEVER if form != BYTES else fewest_tile_rows(dtype) if tiles_from is None else tiles_from
         self._quantize, self._kernel = RowQuantizer(dtype, offset), matmul_kernel(form, dtype)
         self._tiles_kernel = self._kernel if self._tiles_from == NEVER else matmul_kernel(BYTE_MATRIX_UNITS, dtype)
         self._parameters = ParameterBlock(15)

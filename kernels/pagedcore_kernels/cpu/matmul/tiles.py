@@ -20,6 +20,7 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
+from pagedcore_kernels.cpu.features import has_wide_vectors
 from pagedcore_kernels.cpu.simd import (
     FLOAT,
     INT16,
@@ -266,12 +267,11 @@ def _weights(b: Builder, form: int, address: Value, offset: Value) -> list[Value
 def add_products(b: Builder, form: int, total: Value, weights: Value, inputs: Value) -> Value:
     """Emit ``total`` and the products of one step, for sixteen outputs."""
     if form == BYTES:
-        kind = ir.FunctionType(_WHOLE, [_WHOLE] * 3)
-        dot_product = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-        return b.call(dot_product, [total, inputs, weights])
+        return add_four_products(b, LANES if has_wide_vectors() else LANES // 2, total, inputs, weights)
     if form == WIDENED_BYTES:
         for some, others in zip(_halves(b, inputs), _halves(b, weights), strict=True):
-            total = b.add(total, _multiply_pairs(b, some, others))
+            # Two products of each lane are added as int32, which holds them.
+            total = b.add(total, in_parts(b, "avx2.pmadd.wd", _WHOLE, LANES // 2, some, others))
         return total
     if form != PAIRS:
         return fma(b, inputs, weights, total)
@@ -283,6 +283,29 @@ def add_pairs(b: Builder, total: Value, some: Value, others: Value) -> Value:
     kind = ir.FunctionType(floats(), [floats(), PAIR_VECTOR, PAIR_VECTOR])
     dot_product = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
     return b.call(dot_product, [total, some, others])
+
+
+def add_four_products(b: Builder, lanes: int, total: Value, unsigned: Value, signed: Value) -> Value:
+    """Emit int32 sums and four products of uint8 by int8 each, on vectors of so many lanes: 16, or 8."""
+    # Why by these names: where there is no AVX-512, LLVM makes the instruction of AVX-VNNI of the second.
+    name = "avx512.vpdpbusd.512" if lanes == LANES else "avx512.vpdpbusd.256"
+    return in_parts(b, name, _WHOLE, lanes, total, unsigned, signed)
+
+
+def in_parts(b: Builder, instruction: str, kind: Any, lanes: int, *operands: Value) -> Value:
+    """Call an instruction whose results have ``lanes``, for vectors of a ``kind`` that has as many or twice."""
+    num_parts, result = kind.count // lanes, ir.VectorType(kind.element, lanes)
+
+    def part(operand: Value, number: int) -> Value:
+        count = operand.type.count // num_parts
+        return b.shuffle_vector(operand, operand, lane_numbers(number * count, count)) if num_parts > 1 else operand
+
+    parts = [[part(operand, number) for operand in operands] for number in range(num_parts)]
+    function = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(result, [one.type for one in parts[0]]), f"llvm.x86.{instruction}"
+    )
+    made = [b.call(function, one) for one in parts]
+    return made[0] if num_parts == 1 else b.shuffle_vector(*made, lane_numbers(0, kind.count))
 
 
 def _zero(form: int) -> Value:
@@ -299,19 +322,6 @@ def _halves(b: Builder, four: Value) -> tuple[Value, Value]:
     pairs = b.bitcast(four, _WORDS)
     eight = integer_constant(8, _WORDS)
     return b.ashr(b.shl(pairs, eight), eight), b.ashr(pairs, eight)
-
-
-def _multiply_pairs(b: Builder, some: Value, others: Value) -> Value:
-    """Multiply int16 by int16 and add the two products of each of sixteen lanes, as int32, which holds them."""
-    half = ir.VectorType(INT16, LANES)
-    kind = ir.FunctionType(ir.VectorType(INT32, LANES // 2), [half, half])
-    function = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx2.pmadd.wd")
-
-    def part(vector: Value, start: int) -> Value:
-        return b.shuffle_vector(vector, vector, lane_numbers(start, LANES))
-
-    low, high = (b.call(function, [part(some, start), part(others, start)]) for start in (0, LANES))
-    return b.shuffle_vector(low, high, lane_numbers(0, LANES))
 
 
 def lane_numbers(start: int, count: int) -> Value:
