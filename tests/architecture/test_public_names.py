@@ -73,9 +73,12 @@ def test_importing_everything_public_is_light_and_quick() -> None:
         "ours, modules, start = time.process_time() - start, sorted(sys.modules), time.process_time(); import torch\n"
         "print(json.dumps([ours / (time.process_time() - start), modules]))"
     )
-    runs = [json.loads(run(code)) for _ in range(3)]
-    assert not set(HEAVY) & set(runs[0][1])
-    assert min(share for share, _ in runs) < MAX_SHARE_OF_TORCH
+    for _ in range(3):  # others may disturb a measurement, and rarely several
+        share, modules = json.loads(run(code))
+        assert not set(HEAVY) & set(modules)
+        if share < MAX_SHARE_OF_TORCH:
+            return
+    assert share < MAX_SHARE_OF_TORCH
 
 
 def test_importing_opens_no_socket_and_writes_no_file() -> None:

@@ -147,7 +147,13 @@ FORMATS += [("longrope", "float32", "none")]
 FORMATS += [(kind, dtype, "int8 KV") for kind, dtype in zip(KINDS, ("bfloat16", "bfloat16", "float32"), strict=True)]
 
 
-@pytest.fixture(scope="module", params=FORMATS, ids=str)
+#: Experts and KV of one byte do not meet: each has the other kinds to be seen with.
+PRODUCTS = [("mixture of experts", "bfloat16", "int8 KV")]
+
+
+@pytest.fixture(scope="module", ids=str, params=[
+    pytest.param(one, marks=pytest.mark.slow if one in PRODUCTS else ()) for one in FORMATS
+])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     kind, dtype, what = request.param
     (family, changes), number_format, checkpoint = {**KINDS, **LONG}[kind], getattr(torch, dtype), None
@@ -175,14 +181,17 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(FORMATS.index(request.param), backend, rebuild, alone(backend, questions()), alone(backend, seconds))
 
 
-each_third = pytest.mark.parametrize("third", [0, *(pytest.param(third, marks=pytest.mark.slow) for third in (1, 2))])
-"""The ways of each case in three parts, of which `make test` takes one: every way with every third case, every case
-with every third way."""
+NUM_PARTS = 5
+each_part = pytest.mark.parametrize(
+    "part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, NUM_PARTS))])
+"""The ways of each case in five parts, of which `make test` takes one: every way with every fifth case, every case
+with every fifth way."""
 
 
-def part_of(ways: dict[str, Way], case: Case, third: int) -> Iterator[tuple[str, Way]]:
-    """The ways of one third."""
-    return ((name, way) for place, (name, way) in enumerate(ways.items()) if (place + case.number) % 3 == third)
+def part_of(ways: dict[str, Way], case: Case, part: int) -> Iterator[tuple[str, Way]]:
+    """The ways of one part."""
+    return ((name, way) for place, (name, way) in enumerate(ways.items())
+            if (place + case.number) % NUM_PARTS == part)
 
 
 # --- requests ---
@@ -212,12 +221,12 @@ WAYS: dict[str, tuple[dict[str, Any], Evidence]] = {
 }
 
 
-@each_third
-def test_requests_answer_with_the_same_bytes_as_alone(case: Case, third: int) -> None:
+@each_part
+def test_requests_answer_with_the_same_bytes_as_alone(case: Case, part: int) -> None:
     """Company, order, chunks, kinds of preemption and threads change no bit, nor does what the cache has the second
     time.
     """
-    for way, (settings, has_happened) in part_of(WAYS, case, third):
+    for way, (settings, has_happened) in part_of(WAYS, case, part):
         with lab_of(case.backend, **settings) as lab:
             assert ask(lab, questions()[::-1])[::-1] == case.alone, way
             assert has_happened(lab.engine.stats()), (way, lab.engine.stats())
@@ -234,15 +243,15 @@ def test_a_restarted_engine_answers_with_the_same_bytes(case: Case) -> None:
         assert ask(lab, questions()) == case.alone
 
 
-@pytest.mark.parametrize("counts", [{"n": 3}, {"n": 3, "best_of": 3}], ids=str)
-def test_completions_that_were_forked_are_those_of_requests_of_their_own(case: Case, counts: dict[str, int]) -> None:
+def test_completions_that_were_forked_are_those_of_requests_of_their_own(case: Case) -> None:
     """``n`` and ``best_of`` fork after the prompt: each completion is that of a request with its seed, run alone."""
     prompt, params = questions()[1]
     seeds = [(params.seed + i * SEED_STRIDE) % SEED_RANGE for i in range(3)]
     expected = alone(case.backend, [(prompt, replace(params, seed=seed)) for seed in seeds])
-    with lab_of(case.backend) as lab:
-        [output] = lab.engine.generate([prompt], replace(params, **counts))
-        assert {answer_of(one)[:2] for one in output.outputs} == {one[:2] for one in expected}
+    for best_of in (None, 3):
+        with lab_of(case.backend) as lab:
+            [output] = lab.engine.generate([prompt], replace(params, n=3, best_of=best_of))
+            assert {answer_of(one)[:2] for one in output.outputs} == {one[:2] for one in expected}, best_of
 
 
 # --- conversations ---
@@ -301,10 +310,10 @@ TALK_WAYS: dict[str, tuple[Talk, bool]] = {
 }
 
 
-@each_third
-def test_a_conversation_goes_on_with_the_bytes_of_a_request_alone(case: Case, third: int, tmp_path: Path) -> None:
+@each_part
+def test_a_conversation_goes_on_with_the_bytes_of_a_request_alone(case: Case, part: int, tmp_path: Path) -> None:
     """However its KV was kept or lost, a second turn is that of one request with all of the conversation's tokens."""
-    for way, (happen, is_found) in part_of(TALK_WAYS, case, third):
+    for way, (happen, is_found) in part_of(TALK_WAYS, case, part):
         for number, params in enumerate(TALKS):
             with lab_of(case.backend, num_kv_blocks=8, **HOST) as lab:
                 session = lab.engine.session(params)

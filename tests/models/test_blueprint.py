@@ -1,4 +1,7 @@
-"""What a configuration alone tells about a model is what the loaded model turns out to be."""
+"""What a configuration alone tells about a model.
+
+That every architecture's layout is the one of its loaded model is in ``families/test_families``, where all are loaded.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,11 @@ import torch
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models.blueprint import Blueprint, read_blueprint
-from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.cpu.matmul.packed import can_multiply
 from pagedcore_kernels.reference import ReferenceAttention
-from support.families import FAMILIES, config_of, tiny_model
+from support.families import config_of
 
-DEPENDS_ON_WEIGHTS = {"jetmoe"}
 GIB = 2**30
 
 
@@ -25,22 +26,6 @@ def blueprint_of(directory: Path, family: str, dtype: str = "float32", **changes
     """Write a configuration, and nothing else, to a directory and read it back, with blocks of 16 tokens."""
     config_of(family, **changes).save_pretrained(directory)
     return read_blueprint(directory, ReferenceAttention, EngineConfig(dtype=dtype, block_size=16))
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - DEPENDS_ON_WEIGHTS))
-def test_every_architecture_has_the_layout_of_its_loaded_model(family: str, tmp_path: Path) -> None:
-    """Shapes of K and V, shared layers, padding and context are those that the model shows when it runs."""
-    plan = blueprint_of(tmp_path, family)
-    loaded = TransformersModel(tiny_model(family), ReferenceAttention, block_size=16, runs_self_test=False)
-    assert plan.layout == loaded.layout(16)
-    assert plan.max_model_len == loaded.max_model_len
-
-
-@pytest.mark.parametrize("family", sorted(DEPENDS_ON_WEIGHTS))
-def test_a_model_that_cannot_be_told_from_its_configuration_is_refused(family: str, tmp_path: Path) -> None:
-    """The refusal says how the size can be found out instead."""
-    with pytest.raises(ModelNotSupported, match="depends on its weights"):
-        blueprint_of(tmp_path, family)
 
 
 @pytest.mark.parametrize(("family", "changes", "per_token", "weights"), [

@@ -26,6 +26,8 @@ Patch = pytest.MonkeyPatch
 Record = Callable[[str, object], None]
 SEEDS = Path(__file__).parent / "seeds"
 KINDS = {"engine": EngineSimulation, "scheduler": Simulation}
+EVENTFUL = (42, 31, 11, 14, 36, 19, 16, 69)
+"""Lives in which together all faults and troubles occur; of the first hundred, seventy are needed for that."""
 
 
 def live(kind: str, seed: int, has_faults: bool) -> int:
@@ -105,7 +107,8 @@ def test_every_fault_and_every_trouble_occurs() -> None:
     """What is never reached is not tested: every fault fires, and every kind of end comes about."""
     ends = {"EngineOverloaded", "RequestTimeout", "EngineClosed", "cancelled", "leaves", "lost", "left", "forgets"}
     missing = {*NAMES, *ends, "preempted", "found"}
-    for seed in range(100):
+    # Why others too: after a change of what a seed means it takes longer, and is as true.
+    for seed in (*EVENTFUL, *range(100)):
         simulation = EngineSimulation(seed, has_faults=True).run()
         stats = simulation.engine.stats()
         missing -= simulation.faults.fired.keys() | {word for line in simulation.trace for word in line.split()}

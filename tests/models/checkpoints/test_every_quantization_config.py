@@ -31,23 +31,30 @@ def written(kind: Any) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for arguments in ARGUMENTS:
         with suppress(TypeError, ValueError, ImportError):
-            found.append(json.loads(json.dumps(kind(**arguments).to_dict())))
+            config = json.loads(json.dumps(kind(**arguments).to_dict()))
+            found += [config] if config not in found else []
     name = kind.__name__.removesuffix("Config").lower()
     return found or [{"quant_method": name}]
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A directory of plain numbers, and its configuration as it was."""
+    directory = tmp_path_factory.mktemp("model")
+    tiny_model("llama", num_hidden_layers=1).save_pretrained(directory)
+    return directory, json.loads((directory / "config.json").read_text())
+
+
 @pytest.mark.parametrize("name", sorted(CLASSES))
-def test_nothing_but_our_errors_comes_of_it(name: str, tmp_path: Path) -> None:
+def test_nothing_but_our_errors_comes_of_it(name: str, model: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     """Engine, doctor and convert run or refuse, whatever quantization= says besides."""
-    tiny_model("llama", num_hidden_layers=1).save_pretrained(tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    plain, made = json.loads(path.read_text()), written(CLASSES[name])
-    for config in made:
+    path, plain = model[0] / "config.json", model[1]
+    for place, config in enumerate(written(CLASSES[name])):
         path.write_text(json.dumps({**plain, "quantization_config": config}))
         with suppress(PagedcoreError):
             diagnose(path.parent)
         with suppress(PagedcoreError):
-            convert(str(path.parent), tmp_path / "out", quantization="w8a16", dtype="float32")
+            convert(str(path.parent), tmp_path / f"out {place}", quantization="w8a16", dtype="float32")
         for quantization in ("none", "w8a8"):
             with suppress(PagedcoreError), Engine.from_pretrained(
                 path.parent, quantization=quantization, num_kv_blocks=8, dtype="float32"
