@@ -99,23 +99,21 @@ REFUSED = [
     (b"{", "RefusedAtTheDoor", "body"),
     (b'{"prompt": NaN}', "RefusedAtTheDoor", "body"),
     (b"\xff\xfe", "RefusedAtTheDoor", "body"),
-    pytest.param(b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}", "RefusedAtTheDoor", "body", id="nested"),
+    (b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}", "RefusedAtTheDoor", "body"),
     (b"[" * 16_000, "RefusedAtTheDoor", "body"),
 ]
 
 
-@pytest.mark.parametrize(("body", "kind", "what"), REFUSED)
 @pytest.mark.parametrize("path", ["/generate", "/stream"])
-async def test_what_is_refused_says_what_the_value_and_the_limit(app: App, path: str, body: Any, kind: str | None,
-                                                                 what: str) -> None:
+async def test_what_is_refused_says_what_the_value_and_the_limit(app: App, path: str) -> None:
     """Whole or streamed, a refusal is a 400 with the input, the given value and the limit, and takes nothing."""
-    refused = await app.call(path, body)
-    assert refused.status == 400
-    assert refused.error["what"] == what
-    assert kind is None or refused.error["type"] == kind
-    assert refused.error["given"]
-    assert refused.error["limit"] in refused.error["message"]
-    assert app.is_idle()
+    for body, kind, what in REFUSED:
+        refused = await app.call(path, body)
+        assert (refused.status, refused.error["what"]) == (400, what), body
+        assert kind is None or refused.error["type"] == kind, body
+        assert refused.error["given"], body
+        assert refused.error["limit"] in refused.error["message"], body
+        assert app.is_idle(), body
 
 
 @pytest.mark.parametrize("messages", ["text", [], [1, 2], None, [{"role": "user"}], [{"content": 1, "role": "user"}]])
@@ -151,21 +149,24 @@ async def test_text_parts_are_the_text_that_they_make() -> None:
             assert "5" in found[0]
 
 
-@pytest.mark.parametrize("content", [
+NO_TEXTS: list[Any] = [
     [{"type": "image_url", "image_url": {"url": "http://canary"}}], [{"type": "text"}], [{"type": "text", "text": 5}],
     [{"type": "refusal", "text": "canary"}], ["canary"], [None], [[]],
     [*texts("a"), {"type": "input_audio", "data": "canary"}],
-])
-async def test_parts_that_are_no_text_are_refused_by_their_place(app: App, content: Any) -> None:
+]
+
+
+async def test_parts_that_are_no_text_are_refused_by_their_place(app: App) -> None:
     """Nothing is fetched or left out; the refusal names the part and repeats nothing of it."""
-    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": content}]
-    for path, body in (("/chat", {"messages": chat}), ("/generate", {"prompt": chat}), ("/stream", {"prompt": chat}),
-                       ("/batch", {"prompts": [[1], chat]})):
-        refused = await app.call(path, body)
-        place = "prompts[1]." if path == "/batch" else ""
-        assert (refused.status, refused.error["what"]) == (400, f"{place}messages[1].content[{len(content) - 1}]")
-        assert "canary" not in refused.text
-        assert app.is_idle()
+    for content in NO_TEXTS:
+        chat = [{"role": "system", "content": "a"}, {"role": "user", "content": content}]
+        for path, body in (("/chat", {"messages": chat}), ("/generate", {"prompt": chat}),
+                           ("/stream", {"prompt": chat}), ("/batch", {"prompts": [[1], chat]})):
+            refused = await app.call(path, body)
+            place = "prompts[1]." if path == "/batch" else ""
+            assert (refused.status, refused.error["what"]) == (400, f"{place}messages[1].content[{len(content) - 1}]")
+            assert "canary" not in refused.text
+            assert app.is_idle(), content
 
 
 async def test_unknown_names_are_shown_with_the_nearest_known_one(app: App) -> None:
@@ -390,17 +391,17 @@ async def test_the_limit_of_a_body_follows_from_the_models_context(app: App) -> 
 
 
 @pytest.mark.parametrize("is_main", [True, False])
-@pytest.mark.parametrize("media_type", ["application/vnd.bentoml+pickle", "multipart/form-data",
-                                        "application/x-www-form-urlencoded", "text/plain"])
-async def test_bentoml_refuses_pickle_content_type(tmp_path: Any, media_type: str, is_main: bool) -> None:
+async def test_bentoml_refuses_pickle_content_type(tmp_path: Any, is_main: bool) -> None:
     """No door that a network can reach reads anything but JSON: the payload's marker file is never made."""
     marker = tmp_path / "marker"
     payload = b"cposix\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR."
     with AsyncEngine(make_engine()) as engine:
         async with serving(engine, is_main=is_main) as app:
-            for path in ("/generate", "/chat", "/stream", "/batch"):
-                refused = await app.call(path, payload, headers=[(b"content-type", media_type.encode())])
-                assert refused.status == 415
+            for media_type in (b"application/vnd.bentoml+pickle", b"multipart/form-data",
+                               b"application/x-www-form-urlencoded", b"text/plain"):
+                for path in ("/generate", "/chat", "/stream", "/batch"):
+                    refused = await app.call(path, payload, headers=[(b"content-type", media_type)])
+                    assert refused.status == 415, media_type
     assert not marker.exists()
 
 
