@@ -87,7 +87,7 @@ MODELS = {
     "experts and a router": from_float("gpt_oss"), "a layer in float32": from_float("hunyuan_v1_moe"),
     "int8 rows for tokens": converted("w8a8", "qwen2", tie_word_embeddings=True),
     "a table of tokens": converted("w4a16", "llama", tie_word_embeddings=True),
-    "schemes side by side": converted("auto-int8", "qwen3_moe"),
+    "schemes side by side": converted("auto-int8", "qwen3_moe"), "int8 rows by groups": converted("w4a8", "llama"),
     "ordered inputs": checkpoint("gptq-order"), "a codebook": checkpoint("bnb-nf4"),
     "blocks": gguf("gemma3_text", "iq4_nl", "q3_k"), "parts unlike": gguf("qwen3_moe", "q4_0", "f16"),
 }

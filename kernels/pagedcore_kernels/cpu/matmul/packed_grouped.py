@@ -188,7 +188,7 @@ class PackedGroupedMatmul(PackedProduct):
         size = padded // num_groups
         form = form_of_byte_groups(size) if quantizes_rows else form_of_grouped_product(dtype, size)
         if form is None or (quantizes_rows and (bits != 4 or is_of_codebook)):
-            raise InternalError(f"rows: {dtype} are not multiplied here by {bits} bits in groups of {size}")
+            raise InternalError(f"quantizes_rows: got {quantizes_rows} for {bits} bits in groups of {size}")
         group_bytes = header_bytes(kind, halves) + size // UNIT * unit_bytes(bits)
         self._panels = packed.tensor("panels", torch.uint8, (self._num_panels, num_groups, group_bytes))
         self.weight = torch.empty(0, dtype=dtype)
