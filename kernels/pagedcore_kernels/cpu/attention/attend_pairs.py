@@ -64,6 +64,7 @@ from pagedcore_kernels.cpu.matmul.amx import (
     release_tiles,
     rows_of_blocks,
 )
+from pagedcore_kernels.cpu.matmul.grouped_tiles import ask_for_header
 from pagedcore_kernels.cpu.matmul.tiles import MATRIX_UNITS, PAIRS, PANEL, STEP_BYTES, SUM_BYTES, multiply_tiles
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, compile_kernel
 from pagedcore_kernels.cpu.simd import (
@@ -80,6 +81,7 @@ from pagedcore_kernels.cpu.simd import (
     stack_floats,
     stack_int64,
     store_float32,
+    store_int64,
 )
 
 _MOST_ROWS: Final = 4 * BLOCK_ROWS
@@ -188,12 +190,12 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
     block_key_bytes, block_value_bytes = key_size * block_size * 2, value_row_bytes * block_size
     span = min(block_size, PANEL)
     even_span = max(span, 2)
-    key_lines = -(-span * key_size * 2 // (LINE * max(1, key_size // 2)))
-    value_lines = -(-span * value_row_bytes // (LINE * even_span // 2))
+    half, span_key_bytes, span_value_bytes = -(-PANEL // span // 2), span * key_size * 2, span * value_row_bytes
     row_bytes, block_bytes_of_sums = SUM_BYTES, room * SUM_BYTES
     panel, panel_vectors, steps, weight_bytes = PANEL, PANEL // LANES, _STEPS, _STEPS * STEP_BYTES
     query_floats, score_floats, key_floats = room * key_steps, room * PANEL, key_steps * PANEL
     output_floats, value_floats, nothing_floats = value_panels * room * PANEL, value_panels * _STEPS * PANEL, padded
+    num_spans = PANEL // span
     total_floats, num_words, bfloat16 = room * LANES, CONFIGURATION_WORDS, AS_BFLOAT16
 
     def attention(parameters: Any) -> None:
@@ -209,7 +211,7 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
         outputs = stack_floats(output_floats)
         key_panel, value_panel = stack_floats(key_floats), stack_floats(value_floats)
         highest, totals, nothing = stack_floats(room), stack_floats(total_floats), stack_floats(nothing_floats)
-        configuration, configured_rows = stack_int64(num_words), 0
+        configuration, configured_rows, aheads = stack_int64(num_words), 0, stack_int64(num_spans)
         # Rows without a query take part in the products; what they hold need only be numbers.
         fill_row(query_rows, 0, query_floats // LANES, _ZERO)
         fill_row(scores, 0, score_floats // LANES, _ZERO)
@@ -262,22 +264,13 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
                 low, high = max(first - start, 0), min(panel, end - start)
                 in_spans = low == 0 and high == panel and span > 1
                 for column in range(low // span * span, high, span):
-                    # Of the next panel, or the next item's first one, as much is asked for.
-                    ahead, next_blocks, ahead_keys, ahead_values = start + panel + column, table, keys, values
-                    if ahead >= end:
-                        ahead = min(next_first + column, next_position)
-                        next_blocks, ahead_keys, ahead_values = next_table, next_keys, next_values
-                    wanted = pool + load_int32(next_blocks, ahead // block_size) * block_bytes
                     block = pool + load_int32(table, (start + column) // block_size) * block_bytes
                     slot = (start + column) % block_size
-                    gather_keys(
-                        key_size, block_size, span, key_lines, block + keys + slot * 2, key_panel + column * 4,
-                        wanted + ahead_keys,
-                    )  # fmt: skip
+                    gather_keys(key_size, block_size, span, block + keys + slot * 2, key_panel + column * 4)
                     if in_spans:
                         gather_values(
-                            padded, weight_bytes, even_span, value_lines, block + values + slot * value_row_bytes,
-                            value_panel + column // 2 * STEP_BYTES, wanted + ahead_values,
+                            padded, weight_bytes, even_span, block + values + slot * value_row_bytes,
+                            value_panel + column // 2 * STEP_BYTES,
                         )  # fmt: skip
                 if not in_spans:
                     for step in range(steps):
@@ -292,10 +285,23 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
                             other = block + values + (start + column) % block_size * value_row_bytes
                         gather_two_values(padded, weight_bytes, one, other, value_panel + step * STEP_BYTES)
 
+                # Of the next panel, or the next item's first one, all is asked for, in four parts among the products.
+                ahead, next_blocks, ahead_keys, ahead_values = start + panel, table, keys, values
+                if ahead >= end:
+                    ahead, next_blocks, ahead_keys, ahead_values = next_first, next_table, next_keys, next_values
+                last = end - 1 if next_blocks == table else next_position
+                for number in range(num_spans):
+                    block = load_int32(next_blocks, min(ahead + number * span, last) // block_size)
+                    store_int64(aheads, number, pool + block * block_bytes)
+
                 # Why block by block only within each of the three: what was just stored cannot be loaded as a tile.
+                for number in range(half):
+                    ask_for_header(span_key_bytes, load_int64(aheads, number) + ahead_keys)
                 for first_row in range(0, num_rows, size):
                     source, target = query_rows + first_row * query_bytes, scores + first_row * row_bytes
                     _multiply(form, source, query_bytes, size, key_panel, key_steps, target, 1)
+                for number in range(half, num_spans):
+                    ask_for_header(span_key_bytes, load_int64(aheads, number) + ahead_keys)
                 if cap > _ZERO:
                     cap_row(scores, 0, num_rows * panel_vectors, cap_inverse, cap)
                 for row in range(num_rows):
@@ -306,11 +312,15 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
                         scores + row * row_bytes, row_low, row_high, scale, highest + 4 * row, totals + row * LINE,
                         outputs + row * row_bytes, block_bytes_of_sums, value_panels,
                     )  # fmt: skip
+                for number in range(half):
+                    ask_for_header(span_value_bytes, load_int64(aheads, number) + ahead_values)
                 for part in range(value_panels):
                     for first_row in range(0, num_rows, size):
                         source = scores + first_row * row_bytes
                         target = outputs + part * block_bytes_of_sums + first_row * row_bytes
                         _multiply(form, source, row_bytes, size, value_panel + part * weight_bytes, steps, target, 0)
+                for number in range(half, num_spans):
+                    ask_for_header(span_value_bytes, load_int64(aheads, number) + ahead_values)
                 start += panel
 
             # Outputs, divided by the sum of their weights.

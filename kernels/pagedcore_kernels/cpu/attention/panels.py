@@ -34,7 +34,6 @@ from pagedcore_kernels.cpu.simd import (
     integer_constant,
     load,
     maximum,
-    prefetch_line,
     reduce_lanes,
     splat,
     store,
@@ -69,27 +68,22 @@ def _store_pairs(b: Builder, first: Value, second: Value, target: Value, offset:
 
 
 @intrinsic(prefer_literal=True)
-def gather_keys(
-    typing: Typing, key_size: Any, block_size: Any, positions: Any, lines: Any, source: Any, target: Any, ahead: Any
-) -> Any:
+def gather_keys(typing: Typing, key_size: Any, block_size: Any, positions: Any, source: Any, target: Any) -> Any:
     """Arrange keys of a block, [key_size, block_size] of which ``positions`` are taken, as columns of a panel.
 
-    Literal: key_size, block_size, positions, lines. With every step, ``lines`` cache lines from ``ahead`` on are asked
-    for.
+    Literal: key_size, block_size, positions.
     """
-    literals = key_size, block_size, positions, lines
-    size, slots, count, num_lines = (literal.literal_value for literal in literals)
+    literals = key_size, block_size, positions
+    size, slots, count = (literal.literal_value for literal in literals)
     lanes = min(2 * LANES, count)
     kind, row_bytes = ir.VectorType(INT16, lanes), slots * 2
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        keys, panel, wanted = args[len(literals) :]
+        keys, panel = args[len(literals) :]
 
         def arrange(step: Value, *, has_second: bool) -> None:
             row = b.add(keys, b.mul(step, int64(2 * row_bytes)))
             place = b.add(panel, b.mul(step, int64(STEP_BYTES)))
-            for line in range(num_lines):
-                prefetch_line(b, wanted, b.add(b.mul(step, int64(num_lines * LINE)), int64(line * LINE)))
             for start in range(0, count, lanes):
                 first = load(b, row, start * 2, kind, 2)
                 second = load(b, row, row_bytes + start * 2, kind, 2) if has_second else integer_constant(0, kind)
@@ -101,31 +95,29 @@ def gather_keys(
             arrange(int64(size // 2), has_second=False)
         return context.get_dummy_value()
 
-    return types.void(*literals, *[types.int64] * 3), codegen
+    return types.void(*literals, *[types.int64] * 2), codegen
 
 
 @intrinsic(prefer_literal=True)
 def gather_values(
-    typing: Typing, width: Any, panel_bytes: Any, positions: Any, lines: Any, source: Any, target: Any, ahead: Any
+    typing: Typing, width: Any, panel_bytes: Any, positions: Any, source: Any, target: Any
 ) -> Any:
     """Arrange the values of some positions, [positions, width], as steps of panels ``panel_bytes`` apart.
 
-    Literal: width (a multiple of 16), panel_bytes, positions (an even number), lines, as of ``gather_keys``.
+    Literal: width (a multiple of 16), panel_bytes, positions (an even number).
     """
-    literals = width, panel_bytes, positions, lines
-    size, distance, count, num_lines = (literal.literal_value for literal in literals)
+    literals = width, panel_bytes, positions
+    size, distance, count = (literal.literal_value for literal in literals)
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        values, panels, wanted = args[len(literals) :]
+        values, panels = args[len(literals) :]
         with cgutils.for_range(b, int64(count // 2)) as loop:
-            for line in range(num_lines):
-                prefetch_line(b, wanted, b.add(b.mul(loop.index, int64(num_lines * LINE)), int64(line * LINE)))
             row = b.add(values, b.mul(loop.index, int64(2 * size * 2)))
             place = b.add(panels, b.mul(loop.index, int64(STEP_BYTES)))
             _arrange_values(b, size, distance, row, b.add(row, int64(size * 2)), place)
         return context.get_dummy_value()
 
-    return types.void(*literals, *[types.int64] * 3), codegen
+    return types.void(*literals, *[types.int64] * 2), codegen
 
 
 @intrinsic(prefer_literal=True)
