@@ -131,7 +131,7 @@ class _Pauses:
     def object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         """Make an object."""
         self._count(1)
-        return _object(pairs)
+        return dict(pairs) if len(pairs) < 2 else _object(pairs)
 
     def _count(self, num_values: int) -> None:
         before, self._num_values = self._num_values, self._num_values + num_values

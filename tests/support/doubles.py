@@ -116,8 +116,10 @@ class ToyBackend:
         for row in range(len(batch.kv_lens)):
             self._check_row(batch, row)
         self.slot_tokens[slots] = batch.token_ids[:num_tokens]
-        shifts = [LONG * self._is_long(batch, row) for row in range(len(batch.kv_lens))]
-        self.slot_positions[slots] = positions + np.repeat(shifts, np.diff(batch.query_start))
+        self.slot_positions[slots] = positions
+        if batch.is_long is not None:
+            counts = batch.query_start[1:] - batch.query_start[:-1]
+            self.slot_positions[slots] += LONG * np.repeat(batch.is_long, counts)
         rows = np.searchsorted(batch.query_start, batch.logits_rows, side="right") - 1
         logits = [
             self.logits_after(self._read_back(batch, row, int(batch.positions[token]) + 1))
