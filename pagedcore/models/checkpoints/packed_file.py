@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import torch
 
+from pagedcore.config.strict_json import load_json
 from pagedcore.errors import InvalidConfig
 from pagedcore_kernels.cpu.runtime.checksum import checksum_of
 
@@ -87,8 +88,7 @@ class PackedFile:
         """
         if (entry := self._entries.get(name)) is None or self._memory is None:
             raise _refusal(f"it has no tensor {name[:80]!r}")
-        found = self._memory[entry.begin : entry.begin + entry.num_bytes].view(entry.dtype).view(entry.shape)
-        return found
+        return self._memory[entry.begin : entry.begin + entry.num_bytes].view(entry.dtype).view(entry.shape)
 
     def verify(self) -> None:
         """Compare the SHA-256 of all tensors with the header's.
@@ -209,22 +209,12 @@ def _read_header(prefix: bytes, read: Callable[[int], bytes], size: int) -> tupl
     if hashlib.sha256(described).digest() != prefix[len(_MAGIC) + 8 : len(_MAGIC) + 40]:
         raise _refusal("its header is damaged")
     try:
-        header = json.loads(described, object_pairs_hook=_unique, parse_constant=_no_constant)
+        header = load_json(described.decode())
     except (ValueError, RecursionError) as error:
         raise _refusal("its header is no JSON") from error
     if not isinstance(header, dict) or start % ALIGNMENT or (size - start) % ALIGNMENT:
         raise _refusal("its header is no object, or its tensors do not begin and end with a page")
     return header, start
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) != len(pairs):
-        raise ValueError("a name is there twice")
-    return found
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _read_entries(given: Any, num_bytes: int) -> dict[str, _Entry]:
