@@ -231,6 +231,28 @@ def test_bfloat16_is_right_and_the_same_by_vectors_and_on_matrix_units(form: int
             assert same_bits(in_steps(shape, tokens, chunks, 3, variant, **options), output)
 
 
+@pytest.mark.parametrize(("form", "heads", "key_size", "value_size", "block_size"), [
+    pytest.param(*form.values, *sizes, marks=form.marks)
+    for form, sizes in zip(FORMS, [(1, 64, 32, 64), (4, 32, 96, 32)], strict=True)
+])  # fmt: skip
+def test_few_rows_have_the_same_bits_straight_from_the_pool(
+    form: int, heads: int, key_size: int, value_size: int, block_size: int
+) -> None:
+    """A decode step that reads keys and values where they lie computes what their panels give, denormal numbers too."""
+    shape = Shape(heads, 2, key_size, value_size, block_size, torch.bfloat16)
+    chosen = PairVariant.choose(form, shape.group, shape.key_size, shape.value_size, shape.block_size)
+    assert chosen.few == heads
+    by_panels = dataclasses.replace(chosen, few=0)
+    for scale in (1.0, 1e-19, 1e-38):
+        tokens = sharp(shape, 200, seed=1)
+        for tensor in (tokens.query, tokens.key, tokens.value):
+            tensor.mul_(scale)
+        options = with_sinks(OPTIONS[3], shape.heads) if scale == 1.0 else {}
+        outputs = [in_steps(shape, tokens, [120, *[1] * 80], 2, variant, **options) for variant in (chosen, by_panels)]
+        assert same_bits(*outputs)
+        assert scale < 1e-30 or outputs[0].any()
+
+
 @pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5]], ids=str)
 @pytest.mark.parametrize("uses_openmp", [True, False])
 @pytest.mark.parametrize("num_threads", [2, 3])

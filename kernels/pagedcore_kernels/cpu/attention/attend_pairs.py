@@ -2,8 +2,10 @@
 
 A work item is what it is in ``attend.py``, with more rows. Positions are visited by 64: their keys and values are put
 in panels, and these multiplied with all rows by the code that multiplies by weights (``matmul/tiles.py`` and
-``matmul/amx.py``); ``panels.py`` has what happens between the two products. Queries are taken as the model made them,
-in bfloat16, and scores are scaled in float32; weights are rounded to bfloat16, and so are summed.
+``matmul/amx.py``), or, for few rows, read where they lie (``direct.py``, with the same bits); ``panels.py`` has what
+happens between the two products. Queries are taken as the model made them, in bfloat16, and scores are scaled in
+float32; weights are rounded to bfloat16, and so are summed. Denormal numbers are zero throughout, as the instructions
+for bfloat16 take them.
 
 Invariant: that of ``attend.py``, by its rules, with panels for tiles. The order of a sum is that of a product: of a
 score over the elements of a head, of an output over the positions of a panel, added to those before. The ways to
@@ -41,6 +43,15 @@ from pagedcore_kernels.cpu.attention.attend import (
     WINDOW,
     first_visible,
     locate,
+)
+from pagedcore_kernels.cpu.attention.direct import (
+    POSITIONS,
+    flush_denormals,
+    may_be_direct,
+    restore_denormals,
+    score_directly,
+    weigh_directly,
+    widen_rows,
 )
 from pagedcore_kernels.cpu.attention.panels import (
     clear_weights,
@@ -113,7 +124,8 @@ def form_of_attention() -> int | None:
 @dataclass(frozen=True)
 class PairVariant:
     """What a kernel is compiled for: how it computes, the shape of a layer, and a work item: there is room for
-    ``rows``, a multiple of ``BLOCK_ROWS``.
+    ``rows``, a multiple of ``BLOCK_ROWS``. An item of ``few`` rows takes whole panels straight from the pool; 0: none
+    does, and no code is there for it.
     """
 
     form: int
@@ -123,6 +135,7 @@ class PairVariant:
     rows: int
     heads: int
     queries: int
+    few: int
 
     @classmethod
     def choose(cls, form: int, group: int, key_size: int, value_size: int, block_size: int) -> PairVariant:
@@ -130,7 +143,8 @@ class PairVariant:
         row_bytes = 2 * key_size + SUM_BYTES * (1 + -(-value_size // PANEL))
         rows = max(BLOCK_ROWS, min(_MOST_ROWS, _ROOM_BYTES // row_bytes // BLOCK_ROWS * BLOCK_ROWS))
         heads = -(-group // -(-group // rows))
-        return cls(form, key_size, value_size, block_size, rows, heads, rows // heads)
+        few = heads if may_be_direct(key_size, value_size, block_size, heads) else 0
+        return cls(form, key_size, value_size, block_size, rows, heads, rows // heads, few)
 
 
 @njit(inline="always")
@@ -180,7 +194,7 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
     """Compile the kernel, or take it from the cache; its parameters are the words that ``attend.py`` lists."""
     # Why: Numba's cache tells kernels apart by the integers they close over, and takes nothing but integers.
     form, key_size, value_size, block_size = variant.form, variant.key_size, variant.value_size, variant.block_size
-    room, heads, queries = variant.rows, variant.heads, variant.queries
+    room, heads, queries, few = variant.rows, variant.heads, variant.queries, variant.few
     uses_matrix_units = int(form == MATRIX_UNITS)
     key_steps = -(-key_size // 2)
     if uses_matrix_units:
@@ -197,6 +211,7 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
     output_floats, value_floats, nothing_floats = value_panels * room * PANEL, value_panels * _STEPS * PANEL, padded
     num_spans = PANEL // span
     total_floats, num_words, bfloat16 = room * LANES, CONFIGURATION_WORDS, AS_BFLOAT16
+    wide_query_floats, wide_weight_floats, positions = max(1, few * key_size), max(1, few * PANEL), POSITIONS
 
     def attention(parameters: Any) -> None:
         p = address_of(parameters)
@@ -212,6 +227,9 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
         key_panel, value_panel = stack_floats(key_floats), stack_floats(value_floats)
         highest, totals, nothing = stack_floats(room), stack_floats(total_floats), stack_floats(nothing_floats)
         configuration, configured_rows, aheads = stack_int64(num_words), 0, stack_int64(num_spans)
+        wide_queries, wide_weights = stack_floats(wide_query_floats), stack_floats(wide_weight_floats)
+        state = stack_int64(1)
+        flush_denormals(state)
         # Rows without a query take part in the products; what they hold need only be numbers.
         fill_row(query_rows, 0, query_floats // LANES, _ZERO)
         fill_row(scores, 0, score_floats // LANES, _ZERO)
@@ -255,6 +273,11 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
                     store_float32(totals + row * LINE, 0, _ONE if sinks != 0 else _ZERO)
             for part in range(value_panels):
                 fill_row(outputs + part * block_bytes_of_sums, 0, num_rows * panel_vectors, _ZERO)
+            is_few = few > 0 and num_rows == few
+            few_queries, few_weights = query_rows, scores
+            if is_few and uses_matrix_units:
+                widen_rows(few, key_size, query_rows, query_bytes, wide_queries)
+                few_queries, few_weights = wide_queries, wide_weights
 
             # All panels that any row sees; their columns ``low`` to ``high`` are the positions any row sees.
             end = position + num_queries
@@ -263,29 +286,8 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
             while start < end:
                 low, high = max(first - start, 0), min(panel, end - start)
                 in_spans = low == 0 and high == panel and span > 1
-                for column in range(low // span * span, high, span):
-                    block = pool + load_int32(table, (start + column) // block_size) * block_bytes
-                    slot = (start + column) % block_size
-                    gather_keys(key_size, block_size, span, block + keys + slot * 2, key_panel + column * 4)
-                    if in_spans:
-                        gather_values(
-                            padded, weight_bytes, even_span, block + values + slot * value_row_bytes,
-                            value_panel + column // 2 * STEP_BYTES,
-                        )  # fmt: skip
-                if not in_spans:
-                    for step in range(steps):
-                        column = 2 * step
-                        one, other = nothing, nothing
-                        if low <= column < high:
-                            block = pool + load_int32(table, (start + column) // block_size) * block_bytes
-                            one = block + values + (start + column) % block_size * value_row_bytes
-                        column += 1
-                        if low <= column < high:
-                            block = pool + load_int32(table, (start + column) // block_size) * block_bytes
-                            other = block + values + (start + column) % block_size * value_row_bytes
-                        gather_two_values(padded, weight_bytes, one, other, value_panel + step * STEP_BYTES)
-
-                # Of the next panel, or the next item's first one, all is asked for, in four parts among the products.
+                block, second, block_ahead, second_ahead = pool, pool, pool, pool
+                # Of the next panel, or the next item's first one, all is asked for while this one is computed.
                 ahead, next_blocks, ahead_keys, ahead_values = start + panel, table, keys, values
                 if ahead >= end:
                     ahead, next_blocks, ahead_keys, ahead_values = next_first, next_table, next_keys, next_values
@@ -294,14 +296,49 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
                     block = load_int32(next_blocks, min(ahead + number * span, last) // block_size)
                     store_int64(aheads, number, pool + block * block_bytes)
 
-                # Why block by block only within each of the three: what was just stored cannot be loaded as a tile.
-                for number in range(half):
-                    ask_for_header(span_key_bytes, load_int64(aheads, number) + ahead_keys)
-                for first_row in range(0, num_rows, size):
-                    source, target = query_rows + first_row * query_bytes, scores + first_row * row_bytes
-                    _multiply(form, source, query_bytes, size, key_panel, key_steps, target, 1)
-                for number in range(half, num_spans):
-                    ask_for_header(span_key_bytes, load_int64(aheads, number) + ahead_keys)
+                is_direct = is_few and in_spans
+                slot, second_slot = start % block_size, (start + positions) % block_size
+                ahead_slot, second_ahead_slot = ahead % block_size, (ahead + positions) % block_size
+                if is_direct:
+                    block = pool + load_int32(table, start // block_size) * block_bytes
+                    second = pool + load_int32(table, (start + positions) // block_size) * block_bytes
+                    block_ahead, second_ahead = load_int64(aheads, 0), load_int64(aheads, num_spans - 1)
+                    score_directly(
+                        form, few, key_size, block_size, few_queries, query_bytes, block + keys + slot * 2,
+                        second + keys + second_slot * 2, scores, block_ahead + ahead_keys + ahead_slot * 2,
+                        second_ahead + ahead_keys + second_ahead_slot * 2,
+                    )  # fmt: skip
+                else:
+                    for column in range(low // span * span, high, span):
+                        block = pool + load_int32(table, (start + column) // block_size) * block_bytes
+                        slot = (start + column) % block_size
+                        gather_keys(key_size, block_size, span, block + keys + slot * 2, key_panel + column * 4)
+                        if in_spans:
+                            gather_values(
+                                padded, weight_bytes, even_span, block + values + slot * value_row_bytes,
+                                value_panel + column // 2 * STEP_BYTES,
+                            )  # fmt: skip
+                    if not in_spans:
+                        for step in range(steps):
+                            column = 2 * step
+                            one, other = nothing, nothing
+                            if low <= column < high:
+                                block = pool + load_int32(table, (start + column) // block_size) * block_bytes
+                                one = block + values + (start + column) % block_size * value_row_bytes
+                            column += 1
+                            if low <= column < high:
+                                block = pool + load_int32(table, (start + column) // block_size) * block_bytes
+                                other = block + values + (start + column) % block_size * value_row_bytes
+                            gather_two_values(padded, weight_bytes, one, other, value_panel + step * STEP_BYTES)
+
+                    # Why block by block only within each of the three: what was just stored cannot be loaded as a tile.
+                    for number in range(half):
+                        ask_for_header(span_key_bytes, load_int64(aheads, number) + ahead_keys)
+                    for first_row in range(0, num_rows, size):
+                        source, target = query_rows + first_row * query_bytes, scores + first_row * row_bytes
+                        _multiply(form, source, query_bytes, size, key_panel, key_steps, target, 1)
+                    for number in range(half, num_spans):
+                        ask_for_header(span_key_bytes, load_int64(aheads, number) + ahead_keys)
                 if cap > _ZERO:
                     cap_row(scores, 0, num_rows * panel_vectors, cap_inverse, cap)
                 for row in range(num_rows):
@@ -312,15 +349,26 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
                         scores + row * row_bytes, row_low, row_high, scale, highest + 4 * row, totals + row * LINE,
                         outputs + row * row_bytes, block_bytes_of_sums, value_panels,
                     )  # fmt: skip
-                for number in range(half):
-                    ask_for_header(span_value_bytes, load_int64(aheads, number) + ahead_values)
-                for part in range(value_panels):
-                    for first_row in range(0, num_rows, size):
-                        source = scores + first_row * row_bytes
-                        target = outputs + part * block_bytes_of_sums + first_row * row_bytes
-                        _multiply(form, source, row_bytes, size, value_panel + part * weight_bytes, steps, target, 0)
-                for number in range(half, num_spans):
-                    ask_for_header(span_value_bytes, load_int64(aheads, number) + ahead_values)
+                if is_direct:
+                    if uses_matrix_units:
+                        widen_rows(few, panel, scores, row_bytes, wide_weights)
+                    weigh_directly(
+                        form, few, padded, few_weights, row_bytes, block + values + slot * value_row_bytes,
+                        second + values + second_slot * value_row_bytes, outputs, block_bytes_of_sums,
+                        block_ahead + ahead_values + ahead_slot * value_row_bytes,
+                        second_ahead + ahead_values + second_ahead_slot * value_row_bytes,
+                    )  # fmt: skip
+                else:
+                    for number in range(half):
+                        ask_for_header(span_value_bytes, load_int64(aheads, number) + ahead_values)
+                    for part in range(value_panels):
+                        for first_row in range(0, num_rows, size):
+                            source = scores + first_row * row_bytes
+                            target = outputs + part * block_bytes_of_sums + first_row * row_bytes
+                            weights = value_panel + part * weight_bytes
+                            _multiply(form, source, row_bytes, size, weights, steps, target, 0)
+                    for number in range(half, num_spans):
+                        ask_for_header(span_value_bytes, load_int64(aheads, number) + ahead_values)
                 start += panel
 
             # Outputs, divided by the sum of their weights.
@@ -334,6 +382,7 @@ def pair_attention_kernel(variant: PairVariant) -> Kernel:
                         store_output(bfloat16, panel, source, place, inverse)
                         source, place = source + block_bytes_of_sums, place + panel * 2
                     store_output(bfloat16, rest, source, place, inverse)
+        restore_denormals(state)
         if uses_matrix_units:
             release_tiles()
 
