@@ -6,7 +6,8 @@
 A command is one of the shell's; it runs in this directory and is given ``--workloads -``. While one engine works, the
 processes of the others are stopped. Every round begins with another engine and has other tokens (``w1@1``, ``w1@2``)
 but for ``w3``, whose prompt is cached from the second round on. Printed are the median and the range of each engine,
-and of the first one's figure beside the best other of its round: output tokens per second, of ``w3`` ms per token.
+and of the first one's figure beside the best other of its round: output tokens per second, of ``w3`` ms per token, of
+``long8192`` and its like ms to the first token and per token after it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from interleaved import markdown, median_and_spread, ratios, turns
+from workloads import LONG
 
 HERE = Path(__file__).resolve().parent
 #: Ends a process group when its input closes, as it does however this script ends: what is stopped would stay for ever.
@@ -81,6 +84,13 @@ class Peer:
         os.killpg(self._process.pid, number)
 
 
+def _figures_of(workload: str) -> list[tuple[str, int, Callable[..., float]]]:
+    """Return what is compared: the key in a line of results, its digits, and which of two is the better."""
+    if workload.startswith(LONG):
+        return [("ttft_ms", 0, min), ("tpot_ms", 2, min)]
+    return [("tpot_ms", 2, min)] if workload == "w3" else [("out_tok_s", 1, max)]
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -95,17 +105,18 @@ def main() -> None:
         for name, command in commands.items():
             peers[name] = Peer(command)
         for workload in given.workloads.split(","):
-            key, digits, best = ("tpot_ms", 2, min) if workload == "w3" else ("out_tok_s", 1, max)
-            figures: dict[str, list[float]] = {name: [] for name in commands}
+            results: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
             for number, order in enumerate(turns(list(commands), given.rounds), 1):
                 for name in order:
                     result = peers[name].ask(workload if workload == "w3" else f"{workload}@{number}")
                     print(json.dumps({"engine": name, **result}), file=sys.stderr, flush=True)
-                    figures[name].append(result[key])
-            best_other = [best(theirs) for theirs in zip(*(figures[name] for name in others), strict=True)]
-            shown = [median_and_spread(values, f"{{:.{digits}f}}".format) for values in figures.values()]
-            beside = median_and_spread(ratios(figures[first], best_other), "{:.2f}".format) if others else ""
-            table.append([f"{workload}, {key}", *shown, beside])
+                    results[name].append(result)
+            for key, digits, best in _figures_of(workload):
+                figures = {name: [result[key] for result in results[name]] for name in commands}
+                best_other = [best(theirs) for theirs in zip(*(figures[name] for name in others), strict=True)]
+                shown = [median_and_spread(values, f"{{:.{digits}f}}".format) for values in figures.values()]
+                beside = median_and_spread(ratios(figures[first], best_other), "{:.2f}".format) if others else ""
+                table.append([f"{workload}, {key}", *shown, beside])
     finally:
         for peer in peers.values():
             peer.end()

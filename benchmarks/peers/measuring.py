@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from workloads import Workload, workload
+from workloads import LONG, Workload, workload
 
 Run = Callable[[Workload], int]
 """Returns the number of tokens generated."""
@@ -43,7 +43,10 @@ def measure(peer: str, options: argparse.Namespace, run: Run, stream: Stream, pr
     run(workload("warm"))
     names = map(str.strip, sys.stdin) if options.workloads == "-" else options.workloads.split(",")
     for name in names:
-        result = _stream_result(stream) if name == "w3" else _run_result(workload(name), run)
+        if name == "w3":
+            result = _stream_result(stream, [f"w3@{repeat}" for repeat in range(3)])
+        else:
+            result = _stream_result(stream, [name]) if name.startswith(LONG) else _run_result(workload(name), run)
         line = json.dumps({"peer": peer, "workload": name, **result, "peak_rss_mb": _peak_rss_mb(process)})
         print(line, flush=True)
         if options.results:
@@ -63,18 +66,18 @@ def _run_result(work: Workload, run: Run) -> dict[str, object]:
             **timed.figures()}
 
 
-def _stream_result(stream: Stream) -> dict[str, object]:
-    """Stream three times and take the median by duration."""
+def _stream_result(stream: Stream, names: list[str]) -> dict[str, object]:
+    """Stream one after the other and take the median by duration."""
     results = []
     with _lock():
-        for repeat in range(3):
+        for name in names:
             with _Timed() as timed:
-                begin, stamps = stream(work := workload(f"w3@{repeat}"))
+                begin, stamps = stream(work := workload(name))
             # Why not by stamps: an engine may hold back tokens that end in the middle of a character.
             per_token_s = (stamps[-1] - stamps[0]) / (work.num_output_tokens - 1)
             results.append({"ttft_ms": round((stamps[0] - begin) * 1e3, 1), "tpot_ms": round(per_token_s * 1e3, 2),
                             **timed.figures()})
-    return sorted(results, key=lambda result: float(str(result["wall_s"])))[1]
+    return sorted(results, key=lambda result: float(str(result["wall_s"])))[len(names) // 2]
 
 
 @dataclass

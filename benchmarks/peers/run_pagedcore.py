@@ -10,11 +10,11 @@ from workloads import Workload
 
 from pagedcore import Engine, SamplingParams
 
-options = arguments(dtype="bfloat16", quantization="none", max_seqs=32, max_tokens=0)
+options = arguments(dtype="bfloat16", quantization="none", max_seqs=32, max_tokens=0, max_len=1024)
 torch.set_num_threads(options.threads)
 budget = {"max_num_batched_tokens": options.max_tokens} if options.max_tokens else {}
 engine = Engine.from_pretrained(
-    options.model, dtype=options.dtype, quantization=options.quantization, max_model_len=1024,
+    options.model, dtype=options.dtype, quantization=options.quantization, max_model_len=options.max_len,
     max_num_seqs=options.max_seqs, **budget
 )
 

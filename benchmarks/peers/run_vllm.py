@@ -8,9 +8,9 @@ from measuring import arguments, measure
 from vllm import LLM, SamplingParams
 from workloads import Workload
 
-options = arguments(dtype="bfloat16", max_seqs=32, max_tokens=2048)
+options = arguments(dtype="bfloat16", max_seqs=32, max_tokens=2048, max_len=1024)
 llm = LLM(
-    model=options.model, dtype=options.dtype, max_model_len=1024, max_num_seqs=options.max_seqs,
+    model=options.model, dtype=options.dtype, max_model_len=options.max_len, max_num_seqs=options.max_seqs,
     max_num_batched_tokens=options.max_tokens, enforce_eager=False, enable_prefix_caching=True, disable_log_stats=True,
 )
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 #: Prompts draw from this range, which is valid for the model and for the tokenizer.
 _FIRST_TOKEN, _LAST_TOKEN = 300, 4000
+#: What the name of a workload with one long prompt begins with; the number of its tokens follows.
+LONG = "long"
 
 
 @dataclass
@@ -40,8 +42,8 @@ def workload(name: str) -> Workload:
     ``heavy-tailed``: most generate a few tokens, some 256. ``w1``: 64 ragged requests. ``w2``: 32 requests with a
     shared prefix of 512 tokens that no cache has seen; ``w2p``: the same after one request with that prefix. ``w3``:
     one stream; ``brief``: a short one. ``burst``: 16 short requests at once. ``eight``: as many of w3's shape at once;
-    ``prompts``: the same, answered with one token. ``warm``: four small ones. ``w3@1`` is of the same shape with other
-    tokens.
+    ``prompts``: the same, answered with one token. ``long8192``: one stream with a prompt of 8,192 tokens, or of any
+    other number. ``warm``: four small ones. ``w3@1`` is of the same shape with other tokens.
     """
     base, _, variation = name.partition("@")
     rng = random.Random(f"tokens-{base}-{variation}")
@@ -60,6 +62,8 @@ def workload(name: str) -> Workload:
         return Workload(name, [prefix + _tokens(rng, 16) for _ in range(32)], [32] * 32, prime)
     if base == "w3":
         return Workload(name, [_tokens(rng, 128)], [64])
+    if base.startswith(LONG):
+        return Workload(name, [_tokens(rng, int(base.removeprefix(LONG)))], [32])
     if base in ("eight", "prompts"):
         return Workload(name, [_tokens(rng, 128) for _ in range(8)], [64 if base == "eight" else 1] * 8)
     if base == "burst":
