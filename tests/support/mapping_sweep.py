@@ -10,6 +10,7 @@ one is raw or wrong.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 import sys
@@ -25,6 +26,7 @@ from pagedcore import Engine, SamplingParams
 from pagedcore.config.schemes import SCHEMES
 from pagedcore.errors import PagedcoreError
 from support.families import FAMILIES, VOCAB, config_of
+from support.wrappers import WRAPPERS
 
 LENGTHS = (1, 3, 17, 40, 70)
 NUM_TOKENS = 12
@@ -77,6 +79,8 @@ def small_config(entry: str) -> Any:
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[entry]
+    if entry in WRAPPERS:
+        return kind(**copy.deepcopy(WRAPPERS[entry]))
     default = kind()
     if getattr(default, "text_config", None) is not None:
         return default  # it is refused for that

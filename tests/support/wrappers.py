@@ -23,6 +23,8 @@ _QWEN_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 32, "num_heads": 2, "
                                 "out_hidden_size": 64}
 _CLIP: dict[str, Any] = {**_VISION, "model_type": "clip_vision_model", "projection_dim": 32}
 _SIGLIP: dict[str, Any] = {**_VISION, "model_type": "siglip_vision_model"}
+_COHERE: dict[str, Any] = {"model_type": "cohere2", "logit_scale": 0.25, "sliding_window": 8,
+                           "layer_types": ["sliding_attention", "full_attention"]}
 _IMAGE = {"image_token_id": 190}
 _QWEN_IDS = {**_IMAGE, "video_token_id": 191, "vision_start_token_id": 192, "vision_end_token_id": 193}
 
@@ -33,6 +35,8 @@ def _mrope(*sections: int, **others: Any) -> dict[str, Any]:
 
 #: Wrapper -> its configuration.
 WRAPPERS: dict[str, dict[str, Any]] = {
+    "aya_vision": {"text_config": {**_TEXT, **_COHERE}, "vision_config": _SIGLIP, "image_token_index": 190},
+    "cohere2_vision": {"text_config": {**_TEXT, **_COHERE}, "vision_config": _SIGLIP, **_IMAGE},
     "gemma3": {"text_config": {**_TEXT, **_HEAD, "sliding_window": 8, "query_pre_attn_scalar": 16,
                                "layer_types": ["sliding_attention", "full_attention"]},
                "vision_config": _SIGLIP, "mm_tokens_per_image": 4},
@@ -40,6 +44,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
                                "vocab_size_per_layer_input": VOCAB},
                "vision_config": {**_VISION, **_HEAD}, "audio_config": None, **_IMAGE},
     "gemma4_unified": {"text_config": {**_TEXT, "sliding_window": 8}, **_IMAGE},
+    "got_ocr2": {"text_config": {**_TEXT, "model_type": "qwen2"}, "image_token_index": 190,
+                 "vision_config": {"hidden_size": 32, "output_channels": 32, "num_hidden_layers": 1, "mlp_dim": 32,
+                                   "num_attention_heads": 2, "image_size": 32, "patch_size": 8, "window_size": 2,
+                                   "global_attn_indexes": [0]}},
     "glm4v": {"text_config": {**_TEXT, **_mrope(1, 1, 2, partial_rotary_factor=0.5)},
               "vision_config": {**_QWEN_VISION, "image_size": 28}, **_IMAGE, "video_token_id": 191},
     "glm4v_moe": {"text_config": {**_TEXT, **_HEAD, **_mrope(1, 1, 2, partial_rotary_factor=0.5), "n_routed_experts": 4,
@@ -68,6 +76,10 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": {**_TEXT, **_mrope(2, 3, 3)}, "vision_config": _QWEN_VISION, **_QWEN_IDS},
     "qwen3_vl": {"text_config": {**_TEXT, **_HEAD, **_mrope(2, 3, 3)}, **_QWEN_IDS,
                  "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}},
+    "qwen3_vl_moe": {"text_config": {**_TEXT, **_HEAD, **_mrope(2, 3, 3), "num_experts": 4, "num_experts_per_tok": 2,
+                                     "moe_intermediate_size": 32, "mlp_only_layers": [0]}, **_QWEN_IDS,
+                     "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0],
+                                       "num_position_embeddings": 16}},
     "vipllava": {"text_config": {**_TEXT, "model_type": "llama"}, "vision_config": _CLIP, "vision_feature_layers": [0]},
 }
 PROMPTS = [[int(token) for token in torch.randint(3, 185, (length,), generator=torch.Generator().manual_seed(length))]

@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import torch
 
+from pagedcore.models.checkpoints.fused_experts import ExpertSlice, is_fused, split_experts
 from pagedcore.models.checkpoints.weight_files import only_file
-from pagedcore.models.families.wrappers import is_wrapper, text_name
+from pagedcore.models.families.wrappers import fuses_experts, is_wrapper, text_name
 from pagedcore.models.linears.stored_weight import refusal
 
 FLOATS: Final = ("BF16", "F16", "F32")
@@ -45,16 +46,19 @@ class TensorFiles:
                 if new in self._places:
                     raise refusal(f"{name} is in its files twice")
                 self._places[new] = file, name
+        self._experts: dict[str, ExpertSlice] = {}
+        if fuses_experts(_config_of(directory)):
+            self._split_experts()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._places or name in self._experts
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._places) + len(self._experts)
 
     def unread(self) -> dict[str, Any]:
         """Return all tensors by name as the library's slices, of which nothing is read yet."""
-        return {name: self._slice(name) for name in self._places}
+        return {name: self._slice(name) for name in (*self._places, *self._experts)}
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape; nothing is read."""
@@ -77,6 +81,8 @@ class TensorFiles:
                 f"{name} is {self.format_of(name)} of shape {list(self.shape_of(name))}, needed is "
                 f"{' or '.join(formats)} of shape {list(shape)}"
             )
+        if name in self._experts:
+            return self._experts[name][...]
         file, name = self._places[name]
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor
@@ -88,15 +94,31 @@ class TensorFiles:
             raise refusal(f"{name} has values that are not finite")
         return scales
 
+    def _split_experts(self) -> None:
+        fused = {name: self._slice(name) for name in self._places if is_fused(name)}
+        for name in fused:
+            del self._places[name]
+        for name, one in split_experts(fused):
+            if name in self._places:
+                raise refusal(f"{name} is in its files twice")
+            self._experts[name] = one
+
     def _slice(self, name: str) -> Any:
+        if name in self._experts:
+            return self._experts[name]
         file, name = self._places[name]
         return file.get_slice(name)
 
 
 def name_of_text(directory: Path) -> Callable[[str], str]:
     """Return what makes of a tensor's name in files the one that a model alone has; of a wrapper ``text_name``."""
+    return text_name if is_wrapper(_config_of(directory)) else str
+
+
+def _config_of(directory: Path) -> dict[str, Any]:
+    """Return what ``config.json`` has; nothing of a damaged one, of which its loader says what is wrong."""
     try:
         config = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        return str  # Why: what is wrong with a configuration, its loader says.
-    return text_name if isinstance(config, dict) and is_wrapper(config) else str
+        return {}
+    return config if isinstance(config, dict) else {}

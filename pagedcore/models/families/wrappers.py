@@ -15,22 +15,33 @@ WHOLE: Final = "_part_of"
 """A field that configurations here get, with the wrapper's ``model_type``; no file has it."""
 _PLAIN_HEADS: Final = {name: name for name in ("llama", "mistral", "ministral3", "qwen2", "qwen3")}
 """Language models whose own class does nothing with logits that a wrapper around them does not."""
+_COHERE: Final = {"cohere2": "cohere2"}
+"""Its class multiplies logits by a number of the configuration, as those models were made; the wrappers around it in
+transformers leave that out, which changes no order of tokens."""
 _TEXT_MODELS: Final[Mapping[str, Mapping[str, str]]] = {
+    "aya_vision": _COHERE,
+    "cohere2_vision": _COHERE,
     "gemma3": {"gemma3_text": "gemma3_text"},
     "gemma3n": {"gemma3n_text": "gemma3n_text"},
     "gemma4": {"gemma4_text": "gemma4_text"},
     "gemma4_unified": {"gemma4_unified_text": "gemma4_unified_text"},
+    "got_ocr2": {"qwen2": "qwen2"},
     "glm4v": {"glm4v_text": "glm4"},
     "glm4v_moe": {"glm4v_moe_text": "glm4_moe"},
     "llama4": {"llama4_text": "llama4_text"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
+    "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_moe"},
     **dict.fromkeys(("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "vipllava"), _PLAIN_HEADS),
 }
 """By the wrapper's ``model_type``: what its language model may be, and the architecture that computes the same."""
-_FIXED: Final[Mapping[str, Mapping[str, Any]]] = {"glm4": {"attention_bias": True}}
+_FIXED: Final[Mapping[str, Mapping[str, Any]]] = {
+    "glm4": {"attention_bias": True}, "qwen3_moe": {"norm_topk_prob": True, "use_sliding_window": False},
+}
 """What the language model in a wrapper always is and the architecture that computes the same has a field for."""
+_FUSED_EXPERTS: Final = frozenset({"qwen3_vl_moe"})
+"""Wrappers whose files have one tensor for all experts of a layer where the architecture's have one for each."""
 _OF_LANGUAGE: Final = ("embed_tokens", "layers", "norm")
 """Parts of a language model in files that have no name for the whole of it."""
 _OF_IMAGES: Final = ("mrope_section", "mrope_interleaved", "type")
@@ -54,6 +65,11 @@ def is_wrapper(config: Mapping[str, Any]) -> bool:
     return str(config.get("model_type")) in _TEXT_MODELS
 
 
+def fuses_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the files of a wrapper, by its ``config.json``, may have one tensor for all experts of a layer."""
+    return str(config.get("model_type")) in _FUSED_EXPERTS
+
+
 def raw_text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return what ``config.json`` would have for the language model alone; ``None``: it takes transformers to know, as
     classes have defaults of their own, among them whether embedding and output layer are one.
@@ -63,7 +79,8 @@ def raw_text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if inner.get("tie_word_embeddings") and not is_tied:
         return None
-    found = {**inner, "model_type": model_type, "tie_word_embeddings": is_tied}
+    fixed = _FIXED.get(model_type, {})
+    found = {**inner, **fixed, "model_type": model_type, "tie_word_embeddings": is_tied}
     for name in ("dtype", "torch_dtype", "eos_token_id"):
         if config.get(name) is not None:
             found[name] = config[name]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from pagedcore import Engine, SamplingParams
 from pagedcore.cli.doctor import diagnosis
@@ -25,8 +26,8 @@ from support.wrappers import PROMPTS, WRAPPERS, generated, tiny_wrapper, write_g
 
 needs_products = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
 
-QUICK = {"gemma3", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl", "qwen2_vl",
-         "qwen3_vl", "vipllava"}  # fmt: skip
+QUICK = {"gemma3", "got_ocr2", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl",
+         "qwen2_vl", "qwen3_vl", "vipllava"}  # fmt: skip
 FAST = {"gemma3", "llama4", "mistral3", "qwen2_5_vl"}
 
 
@@ -105,6 +106,81 @@ def test_tensors_of_other_parts_are_not_read(tmp_path: Path, monkeypatch: pytest
     assert read
     assert not [name for name in read if "visual" in name]
     assert not [name for name in TensorFiles(tmp_path).unread() if "visual" in name]
+
+
+def experts_turned(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As the published files have them: what a row is multiplied with from the right."""
+    return {name: one.mT.contiguous() if ".mlp.experts." in name else one for name, one in tensors.items()}
+
+
+def experts_apart(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As quantised files have them: each expert's layers."""
+    found = {}
+    for name, one in tensors.items():
+        module, _, kind = name.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+        for number, expert in enumerate(one) if parts else ():
+            for part, layer in zip(parts or (), expert.chunk(len(parts or ())), strict=True):
+                found[f"{module}.{number}.{part}.weight"] = layer.clone()
+        if not parts:
+            found[name] = one
+    return found
+
+
+@pytest.mark.parametrize("inner", [32, 64])
+def test_experts_of_a_layer_lie_either_way_round(inner: int, tmp_path: Path) -> None:
+    """The inner sizes make one of a layer's two tensors of the same shape both ways; shares of experts sum to one
+    whatever the configuration says, also where the files are read without transformers."""
+    text = WRAPPERS["qwen3_vl_moe"]["text_config"] | {"moe_intermediate_size": inner, "norm_topk_prob": False}
+    expected = generated(saved(tmp_path, "qwen3_vl_moe", text_config=text, tie_word_embeddings=True))
+    own = load_file(tmp_path / "model.safetensors")
+    for written, is_quick in ((own, False), (experts_turned(own), False), (experts_apart(own), True)):
+        save_file(written, tmp_path / "model.safetensors", {"format": "pt"})
+        assert tokens_of(tmp_path) == expected
+        assert (why_not_quick(tmp_path) == "") == is_quick
+
+
+@needs_products
+def test_experts_of_a_layer_are_converted_expert_by_expert(tmp_path: Path) -> None:
+    """Whichever way round they lie; a quantised model has the same bits."""
+    saved(tmp_path / "whole", "qwen3_vl_moe", tie_word_embeddings=False)
+    expected = tokens_of(tmp_path / "whole", quantization="w4a16")
+    file = tmp_path / "whole" / "model.safetensors"
+    save_file(experts_turned(load_file(file)), file, {"format": "pt"})
+    convert(str(tmp_path / "whole"), tmp_path / "out", quantization="w4a16", dtype="float32")
+    assert tokens_of(tmp_path / "out") == expected == tokens_of(tmp_path / "whole", quantization="w4a16")
+
+
+@pytest.mark.parametrize(("gate_up", "down", "reason"), [
+    ((4, 96, 64), (4, 48, 64), "do not fit each other"),
+    ((4, 64, 64), None, "needed are both"),
+    ((4, 64, 64), (3, 32, 64), "do not fit each other"),
+    ((5000, 2, 2), (5000, 1, 2), "5000 experts, allowed are 4096"),
+    ((4, 0, 64), (4, 64, 0), "do not fit each other"),
+])
+def test_experts_of_other_shapes_are_refused(
+    gate_up: tuple[int, ...], down: tuple[int, ...] | None, reason: str, tmp_path: Path
+) -> None:
+    """One of each way round, one alone, different numbers, too many, and nothing at all."""
+    saved(tmp_path, "qwen3_vl_moe")
+    experts = "model.language_model.layers.1.mlp.experts"
+    change_tensors(tmp_path, {
+        f"{experts}.gate_up_proj": torch.zeros(gate_up),
+        f"{experts}.down_proj": None if down is None else torch.zeros(down),
+    })
+    with pytest.raises(ModelNotSupported, match=reason):
+        Engine.from_pretrained(tmp_path, dtype="float32")
+
+
+def test_logits_of_cohere_are_scaled_as_in_its_own_class(tmp_path: Path) -> None:
+    """The wrapper in transformers leaves the scale out, which temperatures and log-probabilities would feel."""
+    model = saved(tmp_path, "aya_vision")
+    with torch.no_grad():
+        expected = (model(torch.tensor([PROMPTS[2]])).logits[0, -1] * 0.25).log_softmax(-1).max()
+    with Engine.from_pretrained(tmp_path, dtype="float32", num_kv_blocks=8) as engine:
+        found = engine.generate([PROMPTS[2]], SamplingParams(max_tokens=1, temperature=0, logprobs=1))[0].outputs[0]
+    assert found.logprobs is not None
+    assert found.logprobs[0].logprob == pytest.approx(float(expected), abs=1e-5)
 
 
 @needs_products
