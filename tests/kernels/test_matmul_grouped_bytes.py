@@ -16,24 +16,30 @@ from kernels.test_matmul_grouped import SHAPES, Weight, rows_of, weight_of
 from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu import features
 from pagedcore_kernels.cpu.matmul import packed_grouped
+from pagedcore_kernels.cpu.matmul.amx import may_use_tiles
 from pagedcore_kernels.cpu.matmul.packed_grouped import (
     MOST_BYTE_GROUP_INPUTS,
     PackedGroupedMatmul,
     form_of_byte_groups,
 )
-from pagedcore_kernels.cpu.matmul.tiles import BYTES, WIDENED_BYTES
+from pagedcore_kernels.cpu.matmul.tiles import BYTES, GROUP_MATRIX_UNITS, WIDENED_BYTES
 from support.products import require_same_bits_in_any_company
 
 pytestmark = pytest.mark.skipif(form_of_byte_groups(16) is None, reason="no such vectors")
 NUMBERS_OF_ROWS = (0, 1, 2, 3, 4, 5, 7, 17, 65)
 
 
-@pytest.fixture(params=[BYTES, WIDENED_BYTES], ids=["vnni", "avx2"])
+@pytest.fixture(params=[BYTES, WIDENED_BYTES, GROUP_MATRIX_UNITS], ids=["vnni", "avx2", "amx"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Each way to multiply that this processor has."""
+    """Each way to multiply that this processor has; ``test_matmul_grouped_amx.py`` emulates matrix units."""
+    if request.param == GROUP_MATRIX_UNITS:
+        if not may_use_tiles(GROUP_MATRIX_UNITS):
+            pytest.skip("no matrix units")
+        return GROUP_MATRIX_UNITS
     if request.param == BYTES and form_of_byte_groups(16) != BYTES:
         pytest.skip("no such instruction")
     monkeypatch.setattr(packed_grouped, "form_of_byte_groups", lambda group_inputs: request.param)
+    monkeypatch.setattr(packed_grouped, "tiles_of_byte_groups", lambda group_inputs: None)
     return int(request.param)
 
 
@@ -163,6 +169,7 @@ def test_another_processor_gets_another_form(monkeypatch: pytest.MonkeyPatch) ->
         names = {one.removeprefix("+"): True for one in given.split(",")}
         monkeypatch.setattr(features, "_host", lambda names=names: names)
         monkeypatch.setattr(features.config, "CPU_FEATURES", given)
+        monkeypatch.setattr(packed_grouped, "may_use_tiles", lambda form: False)
         assert packed_grouped.describe_byte_groups() == said
     assert form_of_byte_groups(16) is None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import pytest
 from llvmlite import ir
 from numba import cfunc, types
 
-from pagedcore_kernels.cpu.matmul import amx, packed, packed_int8
+from pagedcore_kernels.cpu.matmul import amx, packed, packed_grouped, packed_int8
 from pagedcore_kernels.cpu.matmul.tiles import BYTE_MATRIX_UNITS
 from pagedcore_kernels.cpu.runtime.compiled import CompiledEntry
 from pagedcore_kernels.cpu.runtime.kernel import Kernel
@@ -123,37 +123,57 @@ class EmulatedTiles:
 
     def _tdpbusd(self, sums: int, first: int, second: int) -> None:
         """Add to each int32 of ``sums`` [M, N] the products of uint8 ``first`` [M, 4K] and int8 ``second`` [K, 4N]."""
+        self._multiply(sums, first, second, np.uint8)
+
+    def _tdpbssd(self, sums: int, first: int, second: int) -> None:
+        """The same, of int8 both."""
+        self._multiply(sums, first, second, np.int8)
+
+    def _multiply(self, sums: int, first: int, second: int, of_first: npt.DTypeLike) -> None:
         registers = self._registers
         (rows, width), (first_rows, depth), (second_rows, second_width) = map(registers.shape, (sums, first, second))
         if len({sums, first, second}) < 3 or rows != first_rows or width != second_width or depth != 4 * second_rows:
-            raise Fault(f"tdpbusd: {rows}x{width} += {first_rows}x{depth} * {second_rows}x{second_width}")
+            raise Fault(f"{rows}x{width} += {first_rows}x{depth} * {second_rows}x{second_width}")
         # Shape: [M, K, 1, 4] and [1, K, N, 4]
-        a = registers.tiles[first, :rows, :depth].reshape(rows, 1, -1, 4).swapaxes(1, 2).astype(np.int64)
+        a = registers.tiles[first, :rows, :depth].view(of_first).reshape(rows, 1, -1, 4).swapaxes(1, 2).astype(np.int64)
         b = registers.tiles[second, :second_rows, :width].view(np.int8).reshape(1, second_rows, -1, 4).astype(np.int64)
         target = registers.tiles[sums, :rows, :width].copy().view(np.int32)
         total = target + (a * b).sum(axis=(1, 3))
         if total.min() < -(2**31) or total.max() >= 2**31:
-            raise Fault("tdpbusd: a sum of int32 overflows")
+            raise Fault("a sum of int32 overflows")
         registers.tiles[sums, :rows, :width] = total.astype(np.int32).view(np.uint8)
 
 
 def use(tiles: EmulatedTiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let int8 products use ``tiles`` as if this processor had AMX; kernels made of them never reach Numba's cache."""
-    monkeypatch.setattr(packed_int8, "may_use_tiles", lambda form: form == BYTE_MATRIX_UNITS)
-    made: dict[Any, Kernel] = {}
-    as_before = packed.matmul_kernel
+    _use(tiles, monkeypatch, packed_int8, packed, "matmul_kernel", (BYTE_MATRIX_UNITS,))
 
-    def kernel(form: int, dtype: Any) -> Kernel:
-        if form != BYTE_MATRIX_UNITS:
-            return as_before(form, dtype)
-        if dtype not in made:
+
+def use_for_groups(tiles: EmulatedTiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for products of groups of int8 rows with weights of 4 bits."""
+    _use(tiles, monkeypatch, packed_grouped, packed_grouped, "_kernel", tuple(packed_grouped.FEWEST_TILE_ROWS))
+
+
+def _use(
+    tiles: EmulatedTiles, monkeypatch: pytest.MonkeyPatch, products: Any, kernels: Any, name: str, forms: Sequence[int]
+) -> None:
+    """Make the kernels of some forms of the instructions here: module ``kernels`` makes them, ``products`` calls them.
+    """
+    monkeypatch.setattr(products, "may_use_tiles", lambda form: form in forms)
+    made: dict[Any, Kernel] = {}
+    as_before = getattr(kernels, name)
+
+    def kernel(form: int, *others: Any) -> Kernel:
+        if form not in forms:
+            return as_before(form, *others)
+        if (form, *others) not in made:
             with monkeypatch.context() as patch:
                 patch.setattr(amx, "_emit", tiles.emit)
-                patch.setattr(packed, "compile_kernel", _compile_here)
-                made[dtype] = packed.matmul_kernel.__wrapped__(form, dtype)
-        return made[dtype]
+                patch.setattr(kernels, "compile_kernel", _compile_here)
+                made[form, *others] = as_before.__wrapped__(form, *others)
+        return made[form, *others]
 
-    monkeypatch.setattr(packed_int8, "matmul_kernel", kernel)
+    monkeypatch.setattr(products, name, kernel)
 
 
 def _compile_here(function: Callable[[Any], None]) -> Kernel:

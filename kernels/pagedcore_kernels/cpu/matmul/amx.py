@@ -23,12 +23,14 @@ from typing import Any
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from pagedcore_kernels.cpu.features import has_instructions
 from pagedcore_kernels.cpu.matmul.tiles import (
     BYTE_MATRIX_UNITS,
     BYTES,
+    GROUP_MATRIX_UNITS,
+    HALF_MATRIX_UNITS,
     MATRIX_UNITS,
     STEP_BYTES,
     SUM_BYTES,
@@ -38,8 +40,8 @@ from pagedcore_kernels.cpu.simd import Builder, Typing, Value, int64, pointer, p
 
 BLOCK_ROWS = 32
 """Most rows of a block: two tiles of them, so that each tile of weights that is loaded meets two."""
-TILE_STEPS = 16
-"""Steps that one instruction takes."""
+TILE_STEPS, HALF_TILE_STEPS = 16, 8
+"""Steps that one instruction takes; that of ``HALF_MATRIX_UNITS``."""
 CONFIGURATION_WORDS = 8
 """Words of memory that a configuration takes."""
 
@@ -52,7 +54,10 @@ _BYTE = ir.IntType(8)
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILES = 158, 0x1023, 18
 """The system call of Linux by which a process asks for a part of the processor's state, and the tiles among its parts.
 """
-_INSTRUCTIONS = {MATRIX_UNITS: ("amx-bf16", "tdpbf16ps"), BYTE_MATRIX_UNITS: ("amx-int8", "tdpbusd")}
+_INSTRUCTIONS = {
+    MATRIX_UNITS: ("amx-bf16", "tdpbf16ps"), BYTE_MATRIX_UNITS: ("amx-int8", "tdpbusd"),
+    GROUP_MATRIX_UNITS: ("amx-int8", "tdpbssd"), HALF_MATRIX_UNITS: ("amx-int8", "tdpbssd"),
+}  # fmt: skip
 """By form: the instruction set, and its instruction, which takes the tiles of sums, of rows and of weights."""
 
 
@@ -73,23 +78,25 @@ def _is_permitted() -> bool:
 
 
 @njit(inline="always")
-def configure_tiles(memory: int, num_rows: int) -> None:
+def configure_tiles(memory: int, num_rows: int, num_steps: int = TILE_STEPS) -> None:
     """Prepare this thread's registers for blocks of ``num_rows``, 1 to ``BLOCK_ROWS``; what was in them is lost.
 
-    Not for every block: it takes as long as hundreds of steps. ``memory`` has room for ``CONFIGURATION_WORDS``.
+    Not for every block: it takes as long as hundreds of steps. ``memory`` has room for ``CONFIGURATION_WORDS``, and
+    ``num_steps`` is how many an instruction takes.
     """
     for word in range(CONFIGURATION_WORDS):
         store_int64(memory, word, 0)
     store_int64(memory, 0, 1)
     # The bytes of a row, four registers in a word.
     store_int64(memory, 2, 0x0040_0040_0040_0040)
-    store_int64(memory, 3, 0x0040_0040_0040_0040)
-    # The rows, a byte for each register, the lowest first: as ``multiply_block`` takes them, weights have sixteen.
+    # The rows, a byte for each register, the lowest first: as ``multiply_block`` takes them, weights have one a step.
     second = num_rows - _TILE_ROWS
     if second > 0:
-        store_int64(memory, 6, 0x1010_0010_0010_0010 + second * 0x0100_0100_0100)
+        store_int64(memory, 3, 0x0040_0040_0000_0000 + num_steps * 0x0004_0004)
+        store_int64(memory, 6, num_steps * 0x0101_0000_0000_0000 + 0x0010_0010_0010 + second * 0x0100_0100_0100)
     else:
-        store_int64(memory, 6, 0x1010_1000_0000_0000 + num_rows * 0x01_0101_0101)
+        store_int64(memory, 3, 0x0040_0040_0040_0000 + num_steps * 0x0004)
+        store_int64(memory, 6, num_steps * 0x0101_0100_0000_0000 + num_rows * 0x01_0101_0101)
     _load_configuration(memory)
 
 
@@ -113,6 +120,12 @@ def release_tiles(typing: Typing) -> Any:
     return types.void(), codegen
 
 
+@register_jitable
+def steps_of_tile(form: int) -> int:
+    """How many steps one instruction takes."""
+    return HALF_TILE_STEPS if form == HALF_MATRIX_UNITS else TILE_STEPS
+
+
 @njit(inline="always")
 def rows_of_blocks(num_rows: int) -> int:
     """Into how large blocks to cut rows: all of one size, which the registers are configured for once."""
@@ -127,11 +140,11 @@ def multiply_blocks(
 ) -> None:  # fmt: skip
     """sums[blocks, block_rows, PANEL] = (nothing if ``is_first``, else sums) + rows[num_rows, num_steps] @ weights.
 
-    ``num_steps`` is a multiple of ``TILE_STEPS``. The last block ends with the last row, and may begin before the block
-    before it ends. Meanwhile ``ahead_bytes`` of memory from ``ahead`` are asked for, each block asking for its share.
+    ``num_steps`` is a multiple of ``steps_of_tile``. The last block ends with the last row, and may begin before that
+    one ends. Meanwhile ``ahead_bytes`` of memory from ``ahead`` are asked for, each block asking for its share.
     """
     row_tiles = 2 if block_rows > _TILE_ROWS else 1
-    num_blocks, num_tiles = (num_rows + block_rows - 1) // block_rows, num_steps // TILE_STEPS
+    num_blocks, num_tiles = (num_rows + block_rows - 1) // block_rows, num_steps // steps_of_tile(form)
     num_turns = row_tiles * num_tiles
     lines = (ahead_bytes + num_blocks * num_turns * _LINE - 1) // (num_blocks * num_turns * _LINE)
     for block in range(num_blocks):
@@ -216,7 +229,7 @@ def multiply_block(
     ahead: Any,
     lines: Any,
 ) -> Any:
-    """``multiply_blocks`` for one block and ``num_tiles`` * ``TILE_STEPS`` steps.
+    """``multiply_blocks`` for one block and ``num_tiles`` * ``steps_of_tile`` steps.
 
     Literal: form, row_tiles (of the block, 1 or 2).
 
@@ -225,7 +238,7 @@ def multiply_block(
     """
     literals = (form, row_tiles)
     kind, count = (literal.literal_value for literal in literals)
-    width = _SUMS // count
+    width, tile_steps = _SUMS // count, steps_of_tile(kind)
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         x, stride, w, steps, target, first, next_memory, num_lines = args[len(literals) :]
@@ -239,8 +252,8 @@ def multiply_block(
             ]  # fmt: skip
             _begin_sums(b, starts_anew, places)
             with cgutils.for_range(b, steps) as loop:
-                weight = b.add(w, b.add(int64(left), b.mul(loop.index, int64(TILE_STEPS * STEP_BYTES))))
-                inputs = b.add(x, b.mul(loop.index, int64(_LINE)))
+                weight = b.add(w, b.add(int64(left), b.mul(loop.index, int64(tile_steps * STEP_BYTES))))
+                inputs = b.add(x, b.mul(loop.index, int64(4 * tile_steps)))
                 _add_products(b, kind, count, width, inputs, stride, row_tile_bytes, weight)
                 number = b.add(loop.index, b.mul(steps, int64(turn)))
                 _ask_for(b, b.add(next_memory, b.mul(number, b.mul(num_lines, int64(_LINE)))), num_lines)

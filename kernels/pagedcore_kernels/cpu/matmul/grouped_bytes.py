@@ -137,7 +137,7 @@ def multiply_byte_tile(
                             prefetch_line(b, next_memory, b.add(place, int64(line)))
                 packed = {v: load(b, w, b.add(place, int64(v * LINE)), _WHOLE, 4) for v in vectors}
                 for step in range(UNIT // 4):
-                    weight = {v: _step(b, packed[v], step) for v in vectors}
+                    weight = {v: four_values(b, packed[v], step) for v in vectors}
                     for m in range(count):
                         offset = b.add(b.mul(number, int64(UNIT)), int64(4 * step))
                         inputs = splat(b, load(b, starts[m], offset, INT32, 1))
@@ -189,7 +189,7 @@ def _first_sum(b: Builder, sum_of_row: Value, values: int, zeros: Value | None) 
     return b.mul(b.sub(integer_constant(-MIDDLE, _WHOLE), zeros), splat(b, sum_of_row))
 
 
-def _step(b: Builder, packed: Value, step: int) -> Value:
+def four_values(b: Builder, packed: Value, step: int) -> Value:
     """Return four unsigned inputs in each lane: those in the lower halves of bytes, or in the upper."""
     shifted = b.lshr(packed, integer_constant(4, _WHOLE)) if step else packed
     return b.and_(shifted, integer_constant(0x0F0F0F0F, _WHOLE))

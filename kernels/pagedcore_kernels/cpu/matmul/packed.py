@@ -77,6 +77,8 @@ _SHARE_ROWS = 64
 """Fewest rows of a work item, where a panel is cut into several."""
 SIZE_WORDS = 5, 9
 """Words of the parameter block: the number of rows, and the first of the two of ``work_items``."""
+NEVER = sys.maxsize
+"""More rows than any product has, as the fewest ones of a kernel: another computes all."""
 LAYOUT, LAYOUT_VERSION = "float", 1
 """Name and version of the arrangement that ``panels_of`` makes, for files that hold it: another arrangement is another
 version."""
@@ -169,6 +171,13 @@ def sizes_of_product(shape: StepShape, num_panels: int, words: tuple[int, int], 
     of_rows, of_items = words
     num_whole, num_shares = work_items(num_panels, shape.num_rows)
     return Sizes([(of_rows, shape.num_rows), (of_items, num_whole), (of_items + 1, num_shares)], entry=entry)
+
+
+def sizes_of_products_by_rows(
+    shape: StepShape, num_panels: int, words: tuple[int, int], tiles_from: int, vectors: int, tiles: int
+) -> Sizes:
+    """``sizes_of_product`` where the number of rows says the kernel too: one of two addresses."""
+    return sizes_of_product(shape, num_panels, words, entry=vectors if shape.num_rows < tiles_from else tiles)
 
 
 def work_items(num_panels: int, num_rows: int) -> tuple[int, int]:

@@ -6,6 +6,8 @@ in registers; of many rows 64 share what the first few have unpacked. Read ``gro
 ``grouped_blocks.py`` for that of processors with matrix units. Or, with weights of 4 bits, each group of a row becomes
 int8 with a scale of its own ("W4A8"): read ``grouped_bytes.py``.
 
+Sums of int8 are exact, so the number of rows may choose between vectors and matrix units: ``grouped_byte_blocks.py``.
+
 Invariant: an output's bits depend on its row, its weights and its bias alone. In float32, and with rows in int8, they
 do not depend on the instructions that the processor has either; in bfloat16 there are three orders of additions, as in
 ``packed.py``.
@@ -13,6 +15,7 @@ do not depend on the instructions that the processor has either; in bfloat16 the
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import Any
 
@@ -21,13 +24,16 @@ import torch
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_instructions, has_sums_of_four, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.amx import (
     CONFIGURATION_WORDS,
+    HALF_TILE_STEPS,
     TILE_STEPS,
     configure_tiles,
     may_use_tiles,
     release_tiles,
     rows_of_blocks,
+    steps_of_tile,
 )
 from pagedcore_kernels.cpu.matmul.grouped_blocks import fill_with_ones, multiply_blocks_of_chunk
+from pagedcore_kernels.cpu.matmul.grouped_byte_blocks import CHUNK_UNITS, multiply_byte_blocks_of_chunk
 from pagedcore_kernels.cpu.matmul.grouped_bytes import MIDDLE, multiply_byte_tiles
 from pagedcore_kernels.cpu.matmul.grouped_packing import grouped_panels_of
 from pagedcore_kernels.cpu.matmul.grouped_rows import GROUP_WORDS, RowGroupQuantizer
@@ -48,11 +54,18 @@ from pagedcore_kernels.cpu.matmul.grouped_tiles import (
     unit_bytes,
 )
 from pagedcore_kernels.cpu.matmul.largest import bar_outputs, first_barred, keep_candidate
-from pagedcore_kernels.cpu.matmul.packed import fewest_streamed_rows, sizes_of_product, work_items
+from pagedcore_kernels.cpu.matmul.packed import (
+    NEVER,
+    fewest_streamed_rows,
+    sizes_of_products_by_rows,
+    work_items,
+)
 from pagedcore_kernels.cpu.matmul.packed_weight import Fact, PackedWeight
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.tiles import (
     BYTES,
+    GROUP_MATRIX_UNITS,
+    HALF_MATRIX_UNITS,
     MATRIX_UNITS,
     PAIRS,
     PANEL,
@@ -67,6 +80,7 @@ from pagedcore_kernels.cpu.simd import LANES, address_of, claim, drain_streams, 
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RowRoom
 
+_log = logging.getLogger("pagedcore")
 LAYOUT, LAYOUT_VERSION = "grouped", 1
 """Name and version of the arrangement that ``grouped_panels_of`` makes, for files that hold it: another arrangement is
 another version."""
@@ -88,6 +102,10 @@ _SIZE_WORDS = 5, 10
 """Words of the parameter block: the number of rows, and the first of the two of ``work_items``."""
 MOST_BYTE_GROUP_INPUTS = 2**20
 """Most inputs of a group where rows are int8: 127 * 16 times as many is below 2**31."""
+FEWEST_TILE_ROWS = {GROUP_MATRIX_UNITS: 8, HALF_MATRIX_UNITS: 12}
+"""Fewest rows in int8 that matrix units multiply. At 6, 8 and 12 rows vectors took 0.9, 1.0 to 1.1, and 1.2 to 1.3 of
+their time with groups of 128 inputs; 0.8, 0.9, and 1.0 to 1.1 with groups of 32 (a Xeon)."""
+_OF_SCALES = torch.float32, torch.float16
 _RANGES = {4: (-8, 7, 8), 8: (-128, 127, 127)}
 """Least and largest value, by bits; zero points may be one more than a value of 4 bits."""
 
@@ -109,12 +127,57 @@ def form_of_byte_groups(group_inputs: int) -> int | None:
     return BYTES if has_sums_of_four() else WIDENED_BYTES
 
 
+def tiles_of_byte_groups(group_inputs: int) -> int | None:
+    """Say how matrix units multiply rows in int8 whose groups have so many inputs; ``None``: they do not."""
+    for form, steps in (GROUP_MATRIX_UNITS, TILE_STEPS), (HALF_MATRIX_UNITS, HALF_TILE_STEPS):
+        if group_inputs % (4 * steps) == 0:
+            return form if may_use_tiles(form) else None
+    return None
+
+
+@cache
+def fewest_tile_rows(form: int, values: int, halves: int, dtype: torch.dtype) -> int:
+    """Return how many rows in int8 matrix units multiply in a form at least; ``NEVER`` if none.
+
+    They are first compared with vectors: if one bit differs they are not used, and a warning is logged.
+    """
+    if _tiles_agree(form, values, halves, dtype):
+        return FEWEST_TILE_ROWS[form]
+    _log.warning("w4a8 products of %s rows differ between matrix units (AMX) and vectors on this processor; vectors "
+                 "compute all of them. Please report it.", dtype)  # fmt: skip
+    return NEVER
+
+
 def describe_byte_groups() -> str:
     """Say in words what multiplies weights of 4 bits by rows in int8 here."""
     form = form_of_byte_groups(UNIT)
-    if form != BYTES:
-        return "needs an x86 processor with AVX2" if form is None else "AVX2"
-    return "AVX-512 VNNI" if has_wide_vectors() else "AVX-VNNI"
+    if form is None:
+        return "needs an x86 processor with AVX2"
+    vectors = "AVX2" if form != BYTES else "AVX-512 VNNI" if has_wide_vectors() else "AVX-VNNI"
+    if not may_use_tiles(GROUP_MATRIX_UNITS):
+        return vectors
+    if NEVER in (fewest_tile_rows(GROUP_MATRIX_UNITS, WHOLE, 0, dtype) for dtype in (torch.float32, torch.bfloat16)):
+        return f"{vectors}; AMX gave other bits and is not used, please report it"
+    rows = " or ".join(map(str, FEWEST_TILE_ROWS.values()))
+    return f"AMX from {rows} rows on, compared here with {vectors}: the same bits"
+
+
+def _tiles_agree(form: int, values: int, halves: int, dtype: torch.dtype) -> bool:
+    """Compare matrix units with vectors: panels whole or not, several chunks, blocks of one tile of rows and two."""
+    generator, size, of_scales = torch.Generator().manual_seed(0), 4 * steps_of_tile(form), _OF_SCALES[halves]
+    for num_outputs, num_inputs, num_groups in (64, 3 * size, 3), (70, 22 * size, 2):
+        least = 0 if values == WITH_LEAST else -MIDDLE
+        numbers = torch.randint(least, least + 16, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
+        scales = torch.randn(num_outputs, num_groups, generator=generator).to(of_scales)
+        zeros = {WITH_LEAST: scales.flip(0), WITH_ZEROS: numbers[:, :num_groups]}.get(values)
+        rows = torch.randn(65, num_inputs, generator=generator).to(dtype)
+        tiles, vectors = (
+            PackedGroupedMatmul(numbers, scales, zeros, 4, None, dtype, quantizes_rows=True, tiles_from=one)
+            for one in (1, NEVER)
+        )
+        if not all(torch.equal(tiles(rows[-count:]), vectors(rows[-count:])) for count in (1, 8, 17, 33, 65)):
+            return False
+    return True
 
 
 def packed_bytes(
@@ -146,6 +209,7 @@ class PackedGroupedMatmul(PackedProduct):
         codebook: of ``CODEBOOKS``, by name: number ``values & 15`` of it is in the place of each value of 4 bits,
             rounded to bfloat16 where the processor multiplies pairs of these. "": values are numbers.
         quantizes_rows: each group of a row becomes int8; with 4 bits and no codebook.
+        tiles_from: fewest rows in int8 that matrix units multiply; ``None``: as ``fewest_tile_rows`` says.
 
     A group has a multiple of 8 inputs; only where there is one group for each output may ``in`` be any number.
 
@@ -156,6 +220,7 @@ class PackedGroupedMatmul(PackedProduct):
     def __init__(
         self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int,
         bias: torch.Tensor | None, dtype: torch.dtype, codebook: str = "", *, quantizes_rows: bool = False,
+        tiles_from: int | None = None,
     ) -> None:  # fmt: skip
         if form_of_grouped_product(dtype) is None:
             raise InternalError(f"rows: {dtype} cannot be multiplied here by weights of few bits")
@@ -172,9 +237,11 @@ class PackedGroupedMatmul(PackedProduct):
             "rows": _ROWS[quantizes_rows],
         }  # fmt: skip
         num_outputs, num_inputs = values.shape
-        self._take(PackedWeight(LAYOUT, num_outputs, num_inputs, {"panels": panels}, facts), bias, dtype)
+        self._take(PackedWeight(LAYOUT, num_outputs, num_inputs, {"panels": panels}, facts), bias, dtype, tiles_from)
 
-    def _take(self, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def _take(
+        self, packed: PackedWeight, bias: torch.Tensor | None, dtype: torch.dtype, tiles_from: int | None = None
+    ) -> None:
         super().__init__(packed)
         num_groups, bits = packed.facts.get("groups"), int(packed.fact("bits", *_RANGES))
         kind, halves = _KINDS[str(packed.fact("values", *_KINDS))], int(packed.fact("halves", 0, 1))
@@ -200,6 +267,11 @@ class PackedGroupedMatmul(PackedProduct):
         self._quantize = RowGroupQuantizer(dtype, num_groups, size) if quantizes_rows else None
         self._is_int8_by_output = bits == 8 and num_groups == 1 and kind == WHOLE and not halves
         self._kernel = _kernel(form, bits, kind, halves, dtype)
+        tiles = tiles_of_byte_groups(size) if quantizes_rows else None
+        self._tiles_from, self._tiles_kernel = NEVER, self._kernel
+        if tiles is not None and tiles_from != NEVER:
+            self._tiles_from = fewest_tile_rows(tiles, kind, halves, dtype) if tiles_from is None else tiles_from
+            self._tiles_kernel = _kernel(tiles, bits, kind, halves, dtype)
         self._parameters = ParameterBlock(14)
 
     @property
@@ -241,7 +313,9 @@ class PackedGroupedMatmul(PackedProduct):
             *self._sizes, self._num_panels, *work_items(self._num_panels, num_rows), candidates, barred,
             known.data_ptr(),
         )  # fmt: skip
-        self._kernel.run(self._parameters, resize=(sizes_of_product, self._num_panels, _SIZE_WORDS))
+        kernel = self._kernel if num_rows < self._tiles_from else self._tiles_kernel
+        kernels = self._tiles_from, self._kernel.address, self._tiles_kernel.address
+        kernel.run(self._parameters, resize=(sizes_of_products_by_rows, self._num_panels, _SIZE_WORDS, *kernels))
 
 
 def _check(
@@ -278,7 +352,7 @@ def _kind_of(zeros: torch.Tensor | None) -> int:
 
 
 def _is_half(scales: torch.Tensor) -> int:
-    return int(scales.dtype == torch.float16)
+    return _OF_SCALES.index(scales.dtype)
 
 
 def _within(values: torch.Tensor, least: int, largest: int) -> bool:
@@ -292,15 +366,18 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
     most_sums = {BYTES: _WIDE_SUMS_OF_BYTES, WIDENED_BYTES: _WIDE_SUMS_OF_WORDS}.get(form, _WIDE_SUMS)
     most_sums = most_sums if is_wide else _NARROW_SUMS
     bytes_of_unit, row_unit_bytes = unit_bytes(bits), UNIT // inputs_of_step(form) * 4
-    # Why a whole group: sums of int8 are exact.
     has_bytes, known_bytes = int(is_of_bytes(form)), 4 * GROUP_WORDS
+    has_byte_units, tile_steps = int(form in FEWEST_TILE_ROWS), steps_of_tile(form)
+    uses_matrix_units = int(form == MATRIX_UNITS or has_byte_units)
+    # Why a whole group: sums of int8 are exact.
     chunk_units = MOST_BYTE_GROUP_INPUTS if has_bytes else CHUNK_STEPS * inputs_of_step(form) // UNIT
+    chunk_units = CHUNK_UNITS if has_byte_units else chunk_units
     bytes_of_header = header_bytes(values, halves)
     panel_outputs, sum_bytes, least_rows, group_rows = PANEL, SUM_BYTES, _SHARE_ROWS, _GROUP_ROWS
     num_sums, num_weights = _GROUP_ROWS * PANEL, BUFFER_BYTES // 4
-    ahead_bytes, uses_matrix_units, num_words = _AHEAD_BYTES, int(form == MATRIX_UNITS), CONFIGURATION_WORDS
+    ahead_bytes, num_words = _AHEAD_BYTES, CONFIGURATION_WORDS
     num_products = num_sums if uses_matrix_units else 1
-    has_ones = int(uses_matrix_units and values == WITH_LEAST)
+    has_ones = int(form == MATRIX_UNITS and values == WITH_LEAST)
     first_streamed = fewest_streamed_rows()
     num_inputs, num_ones = (_GROUP_ROWS * LANES, LANES * LANES) if has_ones else (1, 1)
 
@@ -341,7 +418,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
                     size = rows_of_blocks(count)
                     last, spare = count - size, (size - count % size) % size
                     if size != configured_rows:
-                        configure_tiles(configuration, size)
+                        configure_tiles(configuration, size, tile_steps)
                         configured_rows = size
                 clear_sums(sums, count + spare)
                 for number in range(num_groups):
@@ -352,13 +429,19 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
                         units, ahead = min(chunk_units, num_units - unit), here + ahead_bytes
                         if ahead >= begin + panel_bytes:
                             ahead = next_panel + (ahead - begin - panel_bytes)
-                        if uses_matrix_units:
+                        of_group = known + (first_row * num_groups + number) * known_bytes
+                        if has_byte_units:
+                            multiply_byte_blocks_of_chunk(
+                                form, values, halves, source, row_bytes, count, size, of_group,
+                                num_groups * known_bytes, here, group, units, int(unit == 0),
+                                int(unit + units == num_units), sums, ahead, buffer, products,
+                            )
+                        elif uses_matrix_units:
                             multiply_blocks_of_chunk(
                                 bits, values, halves, source, row_bytes, count, size, here, group, units, sums, ahead,
                                 buffer, products, of_inputs, ones,
                             )
                         elif has_bytes:
-                            of_group = known + (first_row * num_groups + number) * known_bytes
                             multiply_byte_tiles(
                                 form, values, halves, most_sums, is_wide, source, row_bytes, count, of_group,
                                 num_groups * known_bytes, here, group, units, sums, ahead,

@@ -11,21 +11,19 @@ vectors and matrix units, which take the same rows, weights and corrections.
 from __future__ import annotations
 
 import logging
-import sys
 from functools import cache
 
 import torch
 
 from pagedcore_kernels.cpu.features import has_fused_vectors, has_sums_of_four, has_wide_vectors
 from pagedcore_kernels.cpu.matmul.amx import may_use_tiles
-from pagedcore_kernels.cpu.matmul.packed import SIZE_WORDS, matmul_kernel, sizes_of_product, work_items
+from pagedcore_kernels.cpu.matmul.packed import NEVER, SIZE_WORDS, matmul_kernel, sizes_of_products_by_rows, work_items
 from pagedcore_kernels.cpu.matmul.packed_weight import PackedWeight
 from pagedcore_kernels.cpu.matmul.packing import panels_of, rows_of, shape_of_panels, sums_of
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.matmul.quantize_rows import ROW_MULTIPLE, UNSIGNED_OFFSET, RowQuantizer
 from pagedcore_kernels.cpu.matmul.tiles import BYTE_MATRIX_UNITS, BYTES, PANEL, WIDENED_BYTES
 from pagedcore_kernels.cpu.runtime.kernel import ParameterBlock
-from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RowRoom
 
@@ -37,8 +35,6 @@ FEWEST_TILE_ROWS = 8
 LAYOUT, LAYOUT_VERSION = "int8", 1
 """Name and version of the arrangement of panels, scales and corrections, for files that hold it: another arrangement is
 another version."""
-NEVER = sys.maxsize
-"""More rows than any product has: vectors multiply all."""
 _COMPARED = ((64, 48, (1, 8, 17)), (130, 2000, (1, 8, 9, 16, 17, 32, 33, 70, 600)))
 """What the two kernels are compared by: outputs, inputs, and numbers of rows. One panel and several, fewer steps than a
 tile, several chunks and a rest; one tile of rows and two, blocks that overlap, more than one group."""
@@ -174,7 +170,7 @@ class PackedInt8Matmul(PackedProduct):
         )  # fmt: skip
         kernel = self._kernel if num_rows < self._tiles_from else self._tiles_kernel
         kernels = self._tiles_from, self._kernel.address, self._tiles_kernel.address
-        kernel.run(self._parameters, resize=(_sizes_of_product, self._num_panels, *kernels))
+        kernel.run(self._parameters, resize=(sizes_of_products_by_rows, self._num_panels, SIZE_WORDS, *kernels))
 
 
 def _filled(values: torch.Tensor) -> torch.Tensor:
@@ -185,9 +181,3 @@ def _filled(values: torch.Tensor) -> torch.Tensor:
 def _offset_of(form: int) -> int:
     """Return what vectors add to each value of a row."""
     return UNSIGNED_OFFSET if form == BYTES else 0
-
-
-def _sizes_of_product(shape: StepShape, num_panels: int, tiles_from: int, vectors: int, tiles: int) -> Sizes:
-    """Say what depends on the number of rows: the kernel too, by its address."""
-    entry = vectors if shape.num_rows < tiles_from else tiles
-    return sizes_of_product(shape, num_panels, SIZE_WORDS, entry=entry)

@@ -60,6 +60,8 @@ BYTES, WIDENED_BYTES = 4, 5
 """The same for int8: four of them in one instruction, which takes the row's as uint8; four widened to int16."""
 MATRIX_UNITS, BYTE_MATRIX_UNITS = 3, 6
 """On matrix units, see ``amx.py``: pairs of bfloat16; four int8, the row's as uint8."""
+GROUP_MATRIX_UNITS, HALF_MATRIX_UNITS = 7, 8
+"""On matrix units: four int8, both signed; the same by half the steps at once, for groups that fill no whole tile."""
 SUM_BYTES = 4 * PANEL
 """Bytes of one row of a panel's sums."""
 
@@ -245,7 +247,7 @@ def store_scaled_sums(
 
 def is_of_bytes(form: int) -> bool:
     """Whether a form multiplies int8, and its sums are int32."""
-    return form in (BYTES, WIDENED_BYTES, BYTE_MATRIX_UNITS)
+    return form in (BYTES, WIDENED_BYTES, BYTE_MATRIX_UNITS, GROUP_MATRIX_UNITS, HALF_MATRIX_UNITS)
 
 
 def row_step_bytes(form: int) -> int:
