@@ -128,7 +128,7 @@ class Steps:
     @hookimpl
     def pagedcore_step(self, stats: StepStats) -> None:
         """Note one step."""
-        num_sampled = sum(row.is_sampled for row in stats.plan.rows)
+        num_sampled = sum(row.num_sampled for row in stats.plan.rows)
         num_pairs = sum(row.num_tokens * (row.start + row.end + 1) // 2 for row in stats.plan.rows)
         self.sizes.append((stats.num_tokens, num_sampled, stats.num_kv_tokens, num_pairs))
 

@@ -55,7 +55,7 @@ def planning_times_s(scheduler: Scheduler, num_steps: int) -> Iterator[float]:
             plan = scheduler.schedule()
         took_s = time.thread_time() - start_s
         scheduler.reserve(plan)
-        scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows if row.is_sampled})
+        scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows if row.num_sampled})
         # Why not the first ones: they admit, and plan prompts.
         if number > 1:
             yield took_s

@@ -4,7 +4,7 @@ Anything of yours that has the same members can take the place of the shipped im
 tokenizer or attention factory may offer beyond is one protocol for each ability, looked for with ``isinstance``:
 
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
-                    NamesVariablePart  DecodesGreedily  HasGenerationConfig
+                    NamesVariablePart  DecodesGreedily  HasGenerationConfig  ReturnsHidden
     Tokenizer       NamesTokens  HasVocabulary
     attention       AttentionRequirements  StoresInt8 (the factory)  ShowsKVPool (the backend)
 """
@@ -79,6 +79,29 @@ class ModelBackend(Protocol):
         torch tensor, bfloat16.
 
         The caller may overwrite the returned array until the next call.
+        """
+
+
+@runtime_checkable
+class ReturnsHidden(Protocol):
+    """A model backend that returns hidden states of tokens too; of others there are no embeddings."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of one hidden state; 0 if there are none after all."""
+
+    def forward_hidden(
+        self, batch: RaggedRows, hidden_rows: Int64Array
+    ) -> tuple[FloatArray | torch.Tensor, FloatArray]:
+        """Compute the batch as ``ModelBackend.forward`` does, with the same logits, and return more of it.
+
+        Args:
+            batch: its ``logits_rows`` may be none.
+            hidden_rows: [H] indices into its tokens, one at least.
+
+        Returns:
+            The logits as from ``forward``, and what the output layer would be given for the tokens of ``hidden_rows``:
+            float32 [H, hidden_size].
         """
 
 

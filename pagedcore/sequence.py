@@ -80,6 +80,9 @@ class Sequence:
     """Longest sequence that the model turns by its short angles; ``None``: it has one kind of angles."""
     constraint: Constraint | None = None
     """What this turn's completion has to look like."""
+    hidden_from: int | None = None
+    """Of a sequence that generates nothing: the first position whose hidden state is still wanted; it has finished when
+    all are computed. ``None``: it generates."""
     block_keys: list[bytes] = field(init=False, default_factory=list)
     """The content keys that were made for full blocks."""
     is_long: bool = field(init=False, default=False)
@@ -165,9 +168,10 @@ class Sequence:
     @property
     def num_reusable_tokens(self) -> int:
         """Leading positions that need not be computed if their blocks are cached: their logits are not needed."""
+        most = len(self.token_ids) - 1
         if self.prompt_logprobs is not None and self.is_scored:
-            return len(self.prompt_logprobs)
-        return len(self.token_ids) - 1
+            most = len(self.prompt_logprobs)
+        return most if self.hidden_from is None else min(most, self.hidden_from)
 
     @property
     def end_token_ids(self) -> frozenset[int]:
@@ -262,8 +266,9 @@ class Sequence:
         grammar, and reported log-probabilities.
         """
         scored = self.prompt_logprobs
-        # Why if: models with two kinds of angles are few, and what others have recorded stays as it is.
-        border = {} if self.num_short_tokens is None else {"num_short_tokens": self.num_short_tokens}
+        # Why if: models with two kinds of angles are few, like sequences that generate nothing, and what others have
+        # recorded stays as it is.
+        border = {name: value for name in _RARE if (value := getattr(self, name)) is not None}
         return {
             "plain": {name: getattr(self, name) for name in _PLAIN} | border
                 | {name: getattr(self.options, name) for name in RECORDED_OPTIONS},
@@ -286,7 +291,8 @@ class Sequence:
         self.token_ids, self.params = list(state["tokens"]), SamplingParams(n=state["num_sequences"])
         self.prompt_logprobs = None if num_scored is None else [None] * num_scored  # type: ignore[list-item]
         self.status = SequenceStatus(state["status"])
-        self.num_short_tokens = plain.get("num_short_tokens")
+        for name in _RARE:
+            setattr(self, name, plain.get(name))
         self.follow_length()
 
     def reset_computed(self) -> None:
@@ -294,6 +300,7 @@ class Sequence:
         self.num_computed_tokens = 0
 
 
+_RARE: Final = ("num_short_tokens", "hidden_from")
 _PLAIN: Final = (
     "sequence_id", "max_tokens", "seed", "arrival", "arrival_s", "num_prompt_tokens", "is_adjusted", "num_logprobs",
     "num_computed_tokens", "num_cached_tokens", "num_preemptions", "num_protected_tokens", "is_in_session",

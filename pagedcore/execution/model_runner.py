@@ -13,14 +13,14 @@ from math import log2
 import numpy as np
 import torch
 
-from pagedcore.errors import StepFailed
+from pagedcore.errors import InternalError, StepFailed
 from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.failures import concerns_all_rows
-from pagedcore.execution.ragged_batch import build_batch
+from pagedcore.execution.ragged_batch import RaggedBatch, build_batch
 from pagedcore.execution.sampler import SampledTokens, Sampler
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.outputs import TokenLogprobs
-from pagedcore.protocols import DecodesGreedily, ModelBackend
+from pagedcore.protocols import DecodesGreedily, FloatArray, Int64Array, ModelBackend, ReturnsHidden
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
@@ -55,8 +55,8 @@ class ModelRunner:
         self._sampler.forget()
 
     def execute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
-        """Compute ``rows``, sample one token for each row that reaches its last known token, in their order, and score
-        the tokens of prompts that are reported.
+        """Compute ``rows``, sample one token for each row that asks for one, in their order, score the tokens of
+        prompts that are reported, and return the hidden states that are wanted.
 
         If the model raises, or returns logits of another shape or type than its protocol says, the rows are computed in
         parts, so that those which make it do so are in ``failures`` and the others have their tokens.
@@ -108,9 +108,9 @@ class ModelRunner:
         return _join(rows, parts, failures)
 
     def _compute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
-        sequences = [row.sequence for row in rows if row.is_sampled]
+        sequences = [row.sequence for row in rows if row.num_sampled]
         batch, greedy = build_batch(rows, block_manager), self._greedy
-        no_scores = len(batch.logits_rows) == len(sequences)
+        no_scores, hidden = len(batch.logits_rows) == len(sequences), dict[int, FloatArray]()
         with self._threads.step(len(batch.token_ids)), self._threads.floats:
             if (
                 greedy is not None and sequences and no_scores and self._sampler.wants_largest(sequences)
@@ -118,25 +118,44 @@ class ModelRunner:
             ):  # fmt: skip
                 barred = self._sampler.barred_tokens(sequences)
                 return self._sampler.take(greedy.forward_greedily(batch, barred), len(sequences))
-            logits = self._backend.forward(batch)
+            if batch.hidden_rows is None:
+                logits = self._backend.forward(batch)
+            else:
+                logits, hidden = self._forward_hidden(batch, batch.hidden_rows, rows)
             _require_logits(logits, (len(batch.logits_rows), self._backend.vocab_size))
-            if no_scores:
+            if no_scores and not hidden:
                 return self._sampler.sample(logits, sequences)
             prompts = self._sampler.score(logits[len(sequences) :], [row for row in rows if row.scored_positions])
-            return replace(self._sampler.sample(logits[: len(sequences)], sequences), prompts=prompts)
+            return replace(self._sampler.sample(logits[: len(sequences)], sequences), prompts=prompts, hidden=hidden)
+
+    def _forward_hidden(
+        self, batch: RaggedBatch, hidden_rows: Int64Array, rows: ListOf[ScheduledRow]
+    ) -> tuple[FloatArray | torch.Tensor, dict[int, FloatArray]]:
+        """Compute a batch; return its logits, and the hidden states of each sequence that wants some."""
+        backend = self._backend
+        if not isinstance(backend, ReturnsHidden):
+            raise InternalError("a row wants hidden states of a model that returns none")
+        logits, hidden = backend.forward_hidden(batch, hidden_rows)
+        _require_hidden(hidden, (len(hidden_rows), backend.hidden_size))
+        readers = [row for row in rows if row.hidden_positions]
+        borders = np.cumsum([len(row.hidden_positions) for row in readers])[:-1]
+        parts = np.split(hidden, borders)
+        return logits, {row.sequence.sequence_id: part for row, part in zip(readers, parts, strict=True)}
 
 
 def _join(rows: ListOf[ScheduledRow], parts: ListOf[_Part], failures: dict[int, Exception]) -> SampledTokens:
     """Put the results of parts in the order of all rows."""
     chosen, prompts = dict[int, tuple[int, TokenLogprobs | None]](), dict[int, list[TokenLogprobs] | None]()
+    hidden = dict[int, FloatArray]()
     for part, sampled in parts:
-        sequence_ids = [row.sequence.sequence_id for row in part if row.is_sampled]
+        sequence_ids = [row.sequence.sequence_id for row in part if row.num_sampled]
         chosen.update(zip(sequence_ids, zip(sampled.token_ids.tolist(), sampled.logprobs, strict=True), strict=True))
         prompts.update(sampled.prompts)
+        hidden.update(sampled.hidden)
         failures.update(sampled.failures)
-    in_order = [chosen.get(row.sequence.sequence_id, (-1, None)) for row in rows if row.is_sampled]
+    in_order = [chosen.get(row.sequence.sequence_id, (-1, None)) for row in rows if row.num_sampled]
     token_ids = np.array([token_id for token_id, _ in in_order], np.int64)
-    return SampledTokens(token_ids, [logprobs for _, logprobs in in_order], prompts, failures)
+    return SampledTokens(token_ids, [logprobs for _, logprobs in in_order], prompts, hidden, failures)
 
 
 def _require_logits(logits: object, shape: tuple[int, int]) -> None:
@@ -145,3 +164,12 @@ def _require_logits(logits: object, shape: tuple[int, int]) -> None:
         raise StepFailed(f"model: forward returned a {type(logits).__name__}, {wanted}")
     if tuple(logits.shape) != shape or logits.dtype not in (np.float32, torch.float32, torch.bfloat16):
         raise StepFailed(f"model: forward returned {logits.dtype} of shape {tuple(logits.shape)}, {wanted}")
+
+
+def _require_hidden(hidden: object, shape: tuple[int, int]) -> None:
+    # Why: as above; the numbers are looked at where they are pooled.
+    wanted = f"expected a float32 array of shape {shape}"
+    if not isinstance(hidden, np.ndarray):
+        raise StepFailed(f"model: forward_hidden returned a {type(hidden).__name__}, {wanted}")
+    if hidden.shape != shape or hidden.dtype != np.float32:
+        raise StepFailed(f"model: forward_hidden returned {hidden.dtype} of shape {hidden.shape}, {wanted}")

@@ -35,6 +35,8 @@ class RaggedBatch:
     block_tables: Int32Array
     logits_rows: Int64Array
     is_long: npt.NDArray[np.bool_] | None = None
+    hidden_rows: Int64Array | None = None
+    """Indices of the tokens whose hidden states are wanted; ``None``: of none."""
 
     @property
     def num_tokens(self) -> int:
@@ -43,7 +45,8 @@ class RaggedBatch:
 
 
 def build_batch(rows: ListOf[ScheduledRow], block_manager: BlockManager) -> RaggedBatch:
-    """Flatten scheduled rows; logits are wanted of the last token of every sampled row, then of all scored positions.
+    """Flatten scheduled rows; logits are wanted of the last token of every sampled row, then of all scored positions;
+    hidden states of the rows' ``hidden_positions``.
 
     Args:
         rows: at least one; tokens of each follow its first uncomputed position.
@@ -59,24 +62,30 @@ def build_batch(rows: ListOf[ScheduledRow], block_manager: BlockManager) -> Ragg
         tokens = [row.sequence.token_ids[row.start] for row in rows]
     else:
         tokens = list(chain.from_iterable(row.sequence.token_ids[row.start : row.end] for row in rows))
-    known = np.array([len(sequence.token_ids) for sequence in sequences], dtype=np.int64)
     numbers = [sequence.sequence_id for sequence in sequences]
     batch = assemble(
         np.array(tokens, dtype=np.int64), starts, counts,
         seq_ids=np.array(numbers, dtype=np.int64),
         tables=[table.block_ids for table in block_manager.tables(numbers)],
         block_size=block_manager.block_size,
-        is_sampled=starts + counts == known,
+        is_sampled=np.array([row.num_sampled for row in rows], dtype=np.bool_),
     )
     if any(one.is_long for one in sequences):
         batch = replace(batch, is_long=np.array([one.is_long for one in sequences]))
-    if all(one.prompt_logprobs is None for one in sequences):
+    if all(one.prompt_logprobs is None is one.hidden_from for one in sequences):
         return batch
-    scored = [
-        np.arange(first, first + len(row.scored_positions)) + row.scored_positions.start - row.start
-        for first, row in zip(batch.query_start.tolist(), rows, strict=False)
-    ]
-    return replace(batch, logits_rows=np.concatenate((batch.logits_rows, *scored)))
+    scored = _places(rows, batch, [row.scored_positions for row in rows])
+    hidden = _places(rows, batch, [row.hidden_positions for row in rows])
+    logits_rows = np.concatenate((batch.logits_rows, scored))
+    return replace(batch, logits_rows=logits_rows, hidden_rows=hidden if len(hidden) else None)
+
+
+def _places(rows: ListOf[ScheduledRow], batch: RaggedBatch, positions: ListOf[range]) -> Int64Array:
+    """Return where the tokens at some positions of each row are in a batch."""
+    return np.concatenate([
+        np.arange(first, first + len(wanted)) + wanted.start - row.start
+        for first, row, wanted in zip(batch.query_start.tolist(), rows, positions, strict=False)
+    ])
 
 
 def assemble(

@@ -49,6 +49,9 @@ class SampledTokens:
     """One entry per row; ``None`` where none were requested or there is no token."""
     prompts: Mapping[int, list[TokenLogprobs] | None] = field(default_factory=dict)
     """Log-probabilities of prompts that are reported, by sequence id; ``None`` where a row of logits is not valid."""
+    hidden: Mapping[int, FloatArray] = field(default_factory=dict)
+    """Hidden states of ``hidden_positions`` by sequence id, float32 [positions, hidden_size]; of sequences that have
+    some."""
     failures: Mapping[int, Exception] = field(default_factory=dict)
     """Why a row of the step could not be computed, by sequence id; if it was to be sampled, its token is -1."""
 

@@ -150,7 +150,8 @@ class BlockManager(BlockMemory):
         """Free the blocks behind the first ``num_kept_tokens``, last first; return how many. They stay cached."""
         self.register_all(sequence)
         sequence.num_computed_tokens = min(num_kept_tokens, sequence.num_computed_tokens)
-        return self._truncate(sequence.sequence_id, self.blocks_for(num_kept_tokens))
+        is_minor = sequence.hidden_from is not None
+        return self._truncate(sequence.sequence_id, self.blocks_for(num_kept_tokens), is_minor=is_minor)
 
     def evict_blocks(self, sequence_id: int, *, spares_shared: bool) -> int:
         """Free a sequence's blocks and evict what they hold, perhaps except shared ones; return how many."""
@@ -232,7 +233,8 @@ class BlockManager(BlockMemory):
     def _free_sources(self, sources: ListOf[int]) -> None:
         for source in sources:
             self._sources[source] -= 1
-            self.cache.free_block(source)
+            # Why minor: whoever reads a block for a copy has not held it, and leaves it what it is.
+            self.cache.free_block(source, is_minor=True)
 
     def _register(self, table: BlockTable, sequence: Sequence, num_tokens: int) -> None:
         for content in contents(self.hasher, sequence, num_tokens, table.num_registered):
@@ -247,13 +249,13 @@ class BlockManager(BlockMemory):
         table = self._tables.get(sequence_id)
         return table.block_ids.tolist() if table is not None else []
 
-    def _truncate(self, sequence_id: int, num_blocks: int) -> int:
+    def _truncate(self, sequence_id: int, num_blocks: int, *, is_minor: bool = False) -> int:
         table = self._tables.get(sequence_id)
         if table is None:
             return 0
         removed = table.truncate(num_blocks)
         for block_id in removed:
-            self.cache.free_block(block_id)
+            self.cache.free_block(block_id, is_minor=is_minor)
         if num_blocks == 0:
             del self._tables[sequence_id]
         return len(removed)

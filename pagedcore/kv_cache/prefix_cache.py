@@ -51,6 +51,8 @@ class CachedBlock:
     num_hits: int = 0
     rank: tuple[int, ...] = ()
     """Its place in the order of eviction, set when the block becomes idle."""
+    is_minor: bool = True
+    """Whether none has held it but sequences that leave nothing to continue, so that it is evicted before others."""
 
 
 class PrefixCache:
@@ -114,17 +116,22 @@ class PrefixCache:
                 self._count_idle_child(cached.content.parent_key, -1)
         self._pool.add_reference(block_id)
 
-    def free_block(self, block_id: int) -> None:
-        """Free a reference; after the last one the block is idle, or free if its contents are unknown."""
-        if not self._pool.free_reference(block_id):
+    def free_block(self, block_id: int, *, is_minor: bool = False) -> None:
+        """Free a reference; after the last one the block is idle, or free if its contents are unknown.
+
+        ``is_minor``: the holder was one of those that ``CachedBlock.is_minor`` speaks of.
+        """
+        is_last, cached = self._pool.free_reference(block_id), self._by_block.get(block_id)
+        if cached is not None and not is_minor:
+            cached.is_minor = False
+        if not is_last:
             return
-        cached = self._by_block.get(block_id)
         if cached is None:
             self._pool.free_idle_block(block_id)
             return
         self._num_uses += 1
         cached.last_used = self._num_uses
-        cached.rank = self._policy(cached)
+        cached.rank = (-1, *self._policy(cached)) if cached.is_minor else self._policy(cached)
         self._count_idle_child(cached.content.parent_key, +1)
         self._offer(cached)
 
@@ -191,7 +198,7 @@ class PrefixCache:
         return {
             "num_uses": self._num_uses, "num_evictions": self.num_evictions,
             "entries": [[one.block_id, -1 if what.is_first else places[what.parent_key], one.first_used, one.last_used,
-                         one.num_hits, list(one.rank)] for one, what in known],
+                         one.num_hits, list(one.rank), one.is_minor] for one, what in known],
             "tokens": [what.token_ids for _, what in known],
             "roots": [what.parent_key if what.is_first else b"" for _, what in known],
         }
@@ -203,14 +210,14 @@ class PrefixCache:
         """
         cached = list[CachedBlock]()
         for entry, tokens, root in zip(state["entries"], state["tokens"], state["roots"], strict=True):
-            block_id, parent, first_used, last_used, num_hits, rank = entry
+            block_id, parent, first_used, last_used, num_hits, rank, is_minor = entry
             if not -1 <= parent < len(cached):
                 raise ValueError("a block comes before its parent")
             parent_key = cached[parent].content.key if parent >= 0 else root
             content = Content(key_of(parent_key, tuple(tokens)), parent_key, tuple(tokens), parent < 0)
             if content.key in self._by_key or block_id in self._by_block:
                 raise ValueError("two blocks hold the same")
-            one = CachedBlock(block_id, content, first_used, last_used, num_hits, tuple(rank))
+            one = CachedBlock(block_id, content, first_used, last_used, num_hits, tuple(rank), is_minor)
             cached.append(one)
             self._by_key[content.key] = self._by_block[block_id] = one
             self._children.setdefault(parent_key, []).append(one)

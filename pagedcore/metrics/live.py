@@ -204,7 +204,7 @@ class LiveRows:
             track.kind, track.num_tokens, track.start_s = kind, 0, max(self._step_end_s, min(first_s, now_s))
         track.end_s, track.step = now_s, step
         track.num_tokens += row.num_tokens
-        if row.is_sampled:
+        if row.num_sampled:
             self._count(track, now_s)
 
     def _count(self, track: _Track, now_s: float) -> None:

@@ -27,7 +27,14 @@ from pagedcore.models.checkpoints import ownership
 from pagedcore.models.decoders.fused import best_decoder
 from pagedcore.models.decoders.graphed import GraphedSteps
 from pagedcore.models.decoders.long_angles import places_of
-from pagedcore.models.decoders.plain import Decoder, DecoderFactory, GreedyDecoder, PlainDecoder, call_model
+from pagedcore.models.decoders.plain import (
+    Decoder,
+    DecoderFactory,
+    GreedyDecoder,
+    HiddenDecoder,
+    PlainDecoder,
+    call_model,
+)
 from pagedcore.models.families import model_facts, supported_models
 from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore.models.fingerprint import model_fingerprint
@@ -40,6 +47,7 @@ from pagedcore.protocols import (
     AttentionBackend,
     AttentionFactory,
     AttentionRequirements,
+    FloatArray,
     Int64Array,
     LinearFactory,
     RaggedRows,
@@ -114,7 +122,7 @@ class TransformersModel:
         self._graphed: GraphedSteps | None = None
         ownership.require_free(model)
         supported_models.check(model, self.name, device.kind)
-        self.max_model_len = model_facts.max_model_len(model.config)
+        self._hidden_size, self.max_model_len = model_facts.hidden_size(model), model_facts.max_model_len(model.config)
         self.num_short_tokens = model_facts.num_short_tokens(model.config)
         self.eos_token_ids = model_facts.eos_token_ids(model)
         self.generation_config = model_facts.generation_fields(model)
@@ -204,6 +212,26 @@ class TransformersModel:
         assert isinstance(self._decoder, GreedyDecoder)  # Invariant: ``decodes_greedily`` was asked
         with torch_beside_kernels():
             return self._decoder.pick(*self._arguments(attention, batch), barred)[: len(batch.logits_rows)]
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of one hidden state; 0 if ``forward_hidden`` cannot return any."""
+        return self._hidden_size if isinstance(self._decoder, HiddenDecoder) else 0
+
+    @torch.inference_mode()
+    def forward_hidden(self, batch: RaggedRows, hidden_rows: Int64Array) -> tuple[torch.Tensor, FloatArray]:
+        """Compute a batch; return logits, and hidden states [H, hidden_size] in float32; see ``ReturnsHidden``. Raises
+        as ``forward``.
+        """
+        attention, decoder, send = self._ready_attention(), self._decoder, self._device.send
+        assert isinstance(decoder, HiddenDecoder)  # Invariant: ``hidden_size`` was asked
+        # Why twice: no product runs over one row.
+        wanted = send(np.repeat(hidden_rows, 2) if len(hidden_rows) == 1 else hidden_rows)
+        arguments = self._arguments(attention, batch)
+        with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
+            logits, hidden = decoder.with_hidden(*arguments, wanted)
+        fetched = self._device.fetch(hidden[: len(hidden_rows)].float().contiguous())
+        return self._fetch(logits[: len(batch.logits_rows)]), fetched.numpy()
 
     def _ready_attention(self) -> AttentionBackend:
         if self._attention is None:

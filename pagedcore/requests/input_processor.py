@@ -29,6 +29,7 @@ from pagedcore.protocols import ChatMessage, Constraint, NamesTokens, RendersToo
 from pagedcore.request_options import OPTIONS, RequestOptions
 from pagedcore.requests import validation
 from pagedcore.requests.infill import Infill, encode_infill, require_no_gap
+from pagedcore.requests.request import ReadsHidden
 from pagedcore.sampling_params import SamplingParams, validate_params
 from pagedcore.structured_output import CompilesGrammars
 from pagedcore.tokenizer.chat import Chat, require_continuable, tools_length, uses_tools, validate_chat
@@ -56,6 +57,8 @@ class ProcessedRequest:
     """What the completion has to look like."""
     context: object = None
     """What an observer says that the request belongs to, where it was submitted."""
+    new_reader: Callable[[], ReadsHidden] | None = None
+    """Makes what reads the hidden states of a request that generates nothing."""
 
 
 @dataclass(frozen=True, slots=True)

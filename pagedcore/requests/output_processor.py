@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pagedcore.execution.sampler import SampledTokens
 
 _NO_LOGITS: Final = "the model returned no usable logits for this request"
+_NO_STATES: Final = "the model returned hidden states for this request that are not finite"
 
 
 class RequestObserver(Protocol):
@@ -163,7 +164,7 @@ class OutputProcessor:
         self.groups.clear()
         for one in [one for one in self.by_sequence.values() if one.group is not None]:
             del self.by_sequence[one.sequence.sequence_id]
-        ends = {row.sequence: row.end for row in plan.rows if row.is_sampled}
+        ends = {row.sequence: row.end for row in plan.rows if row.num_sampled}
         for sequence in (*(row.sequence for row in plan.rows), *self._expired):
             if sequence.sequence_id in self.by_sequence:
                 self._take_back(sequence, ends.get(sequence, len(sequence.token_ids)), size)
@@ -223,10 +224,11 @@ class OutputProcessor:
         """
         if sampled.failures:
             self.fail(plan, sampled.failures)
-        if sampled.prompts:
+        if sampled.prompts or sampled.hidden:
             self._keep_prompt_logprobs(plan, sampled)
+            self._hand_over_hidden(plan, sampled)
         tokens, groups = dict[int, int | None](), dict[str, CandidateGroup]()
-        sequences = [row.sequence for row in plan.rows if row.is_sampled]
+        sequences = [row.sequence for row in plan.rows if row.num_sampled]
         for sequence, token_id, logprobs in zip(sequences, sampled.token_ids.tolist(), sampled.logprobs, strict=True):
             if token_id < 0:
                 self._pending += self._end_all([sequence], "error", InvalidLogits(_NO_LOGITS))
@@ -314,16 +316,26 @@ class OutputProcessor:
             elif row.sequence.prompt_logprobs is not None:
                 row.sequence.prompt_logprobs += scored
 
+    def _hand_over_hidden(self, plan: SchedulePlan, sampled: SampledTokens) -> None:
+        """Give hidden states to what reads them; requests whose states are unusable end."""
+        for row in plan.rows:
+            states = sampled.hidden.get(row.sequence.sequence_id)
+            if states is not None and row.sequence.finish_reason is None:
+                reader = self.by_sequence[row.sequence.sequence_id].request.reader
+                if reader is not None and not reader.read(row.hidden_positions.start, states):
+                    self._pending += self._end_all([row.sequence], "error", InvalidLogits(_NO_STATES))
+
     def _add_tokens(self, news: ListOf[NewToken], now_s: float) -> None:
         """Add tokens to their completions; those of candidates are not pending before they are chosen."""
         for new in news:
             one = self.by_sequence[new.sequence.sequence_id]
-            if one.group is not None and one.group.search is not None:
+            if (token_id := new.token_id) is None or (one.group is not None and one.group.search is not None):
+                self._pending += [one] if token_id is None else []
                 continue
             self.counters.num_generated_tokens += 1
             if one.group is None:
                 one.times_s.append(now_s)
-            if one.add_token(new.token_id):
+            if one.add_token(token_id):
                 self._scheduler.finish_sequence(new.sequence, "stop")
             if new.sequence.finish_reason is not None and one.finish_text():
                 # Why: the token that completed a stop string may also have been the last one allowed.

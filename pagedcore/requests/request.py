@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pagedcore.errors import InvalidRequest, RequestStateError
 from pagedcore.outputs import RequestMetrics, RequestOutput, TokenLogprobs, Usage
 from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Phase, Sequence
+
+if TYPE_CHECKING:
+    from pagedcore.protocols import FloatArray
 
 
 class RequestOwner(Protocol):
@@ -30,6 +33,21 @@ class RequestOwner(Protocol):
         """Describe all completions as they stand."""
 
 
+class ReadsHidden(Protocol):
+    """Takes the hidden states of one sequence, which generates nothing."""
+
+    @property
+    def first(self) -> int:
+        """The first position whose hidden state it wants; it wants all behind it too."""
+
+    def read(self, start: int, states: FloatArray) -> bool:
+        """Take the states of positions from ``start`` on, float32 [positions, hidden size]; return whether they are of
+        use.
+
+        A step that broke off is computed again, so that positions may come a second time, with the same states.
+        """
+
+
 class Request:
     """The handle of one request at the step level.
 
@@ -40,8 +58,8 @@ class Request:
         the end, they stay empty until then, and the scheduler knows only the candidates.
     """
 
-    __slots__ = ("_num_taken", "_owner", "context", "dropped", "error", "metrics", "options", "params", "request_id",
-                 "sequences")
+    __slots__ = ("_num_taken", "_owner", "context", "dropped", "error", "metrics", "options", "params", "reader",
+                 "request_id", "sequences")
 
     def __init__(
         self, request_id: str, sequences: list[Sequence], params: SamplingParams, options: RequestOptions,
@@ -55,6 +73,8 @@ class Request:
         self.params = params
         self.options = options
         self.error: Exception | None = None
+        self.reader: ReadsHidden | None = None
+        """Takes the hidden states of a request that generates nothing."""
         self.context: object = None
         """What an observer says that the present turn belongs to."""
         self.metrics = RequestMetrics(arrival_s)

@@ -128,6 +128,9 @@ class RequestTable:
             sequences[0].prompt_logprobs = []
         request = Request(request_id, sequences, params, options, self.owner, arrival_s)
         request.context = processed.context
+        if processed.new_reader is not None:
+            request.reader = processed.new_reader()
+            sequences[0].hidden_from = request.reader.first
         try:
             if not processed.has_candidates:
                 for one in self.outputs.observers:

@@ -27,18 +27,19 @@ class ScheduledRow:
     """What a sequence without blocks shares or copies instead of computing it."""
     end: int = field(init=False)
     """One past the last position computed."""
-    is_sampled: bool = field(init=False)
-    """Whether this row reaches the last known token, so that a next one can be sampled."""
+    num_sampled: int = field(init=False)
+    """How many of its last positions a next token is sampled after: 1 if it reaches the last known token of a sequence
+    that generates, else 0."""
 
     def __post_init__(self) -> None:
-        end = self.start + self.num_tokens
+        end, one = self.start + self.num_tokens, self.sequence
         object.__setattr__(self, "end", end)
-        object.__setattr__(self, "is_sampled", end == len(self.sequence.token_ids))
+        object.__setattr__(self, "num_sampled", int(end == len(one.token_ids) and one.hidden_from is None))
 
     @property
     def is_decode(self) -> bool:
         """Whether it computes the one token that its sequence has just generated; all other rows are prefill chunks."""
-        return self.num_tokens == 1 and self.is_sampled and self.start >= self.sequence.num_prompt_tokens
+        return self.num_tokens == 1 and self.num_sampled == 1 and self.start >= self.sequence.num_prompt_tokens
 
     @property
     def scored_positions(self) -> range:
@@ -47,6 +48,12 @@ class ScheduledRow:
         if sequence.prompt_logprobs is None:
             return range(0)
         return range(max(self.start, len(sequence.prompt_logprobs)), min(self.end, sequence.num_prompt_tokens - 1))
+
+    @property
+    def hidden_positions(self) -> range:
+        """Positions whose hidden states are wanted."""
+        first = self.sequence.hidden_from
+        return range(0) if first is None else range(max(self.start, first), max(self.end, first))
 
     @property
     def demand(self) -> Demand:
@@ -147,9 +154,10 @@ class StepInFlight:
 
 
 class NewToken(NamedTuple):
-    """One token that a committed step appended to a sequence."""
+    """One token that a committed step appended to a sequence, or the end of one that generates none."""
 
     sequence: Sequence
-    token_id: int
+    token_id: int | None
+    """``None``: all positions of a sequence are computed whose hidden states were wanted."""
     finish_reason: FinishReason | None
     """How the token ended the turn; ``None`` if it did not."""

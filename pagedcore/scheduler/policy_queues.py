@@ -93,7 +93,7 @@ class PolicyQueues:
 
     def note_length(self, sequence: Sequence) -> None:
         """Learn how long completions are, of one that has ended by itself."""
-        if sequence.finish_reason not in ("stop", "length"):
+        if sequence.finish_reason not in ("stop", "length") or sequence.hidden_from is not None:
             return
         for one in self.observers:
             one.completion_ended(sequence)

@@ -271,7 +271,7 @@ class Scheduler:
 
         Args:
             plan: what was reserved and has been computed.
-            sampled: the next token by sequence id, for every row with ``is_sampled``. A sequence that was finished
+            sampled: the next token by sequence id, for every row with ``num_sampled``. A sequence that was finished
                 while the step ran needs none; a row without usable logits is ended in this way. ``None`` for a
                 sequence that branches continue: it is computed and finishes without a reason, and what it computed
                 stays cached.
@@ -282,7 +282,7 @@ class Scheduler:
         step = self._require_in_flight(plan)
         rows = step.rows if step.gone else plan.rows
         for row in rows:
-            if row.is_sampled and row.sequence.sequence_id not in sampled:
+            if row.num_sampled and row.sequence.sequence_id not in sampled:
                 raise InternalError(f"commit: no token for sequence {row.sequence.sequence_id}")
         self._in_flight = None
         if step.reservation is not None:
@@ -386,7 +386,9 @@ class Scheduler:
                 self.counters.num_decode_tokens += 1
             sequence.num_computed_tokens = row.end
             self._blocks.register(sequence, row.end)
-            if not row.is_sampled:
+            if not row.num_sampled:
+                if (first := sequence.hidden_from) is not None:
+                    news += self._note_read(sequence, max(first, row.end))
                 continue
             token_id = sampled[sequence.sequence_id]
             if token_id is None:
@@ -403,6 +405,15 @@ class Scheduler:
             news.append(NewToken(sequence, token_id, reason))
         return news
 
+    def _note_read(self, sequence: Sequence, num_read: int) -> list[NewToken]:
+        """Note that hidden states were read up to a position; after the last one the sequence has finished."""
+        sequence.hidden_from = num_read
+        if sequence.num_computed_tokens < len(sequence.token_ids):
+            return []
+        self.running.remove_sequence(sequence)
+        self._mark_finished(sequence, "stop")
+        return [NewToken(sequence, None, "stop")]
+
     def _take_out(self, sequence: Sequence) -> None:
         self.waiting.remove_sequence(sequence)
         self.running.remove_sequence(sequence)
@@ -415,6 +426,6 @@ class Scheduler:
         self.queues.note_length(sequence)
         # Why: a step in flight has not filled all blocks of the table, so they cannot be copied to the host; and its
         # next turn finds none that were computed by other angles.
-        is_movable = self._in_flight is None and not sequence.has_other_angles
+        is_movable = self._in_flight is None and not sequence.has_other_angles and sequence.hidden_from is None
         self.moves.free_finished(sequence, is_trusted=reason != "error", is_movable=is_movable)
         sequence.follow_length()

@@ -56,11 +56,11 @@ def draw() -> str:
     picture.words(_WIDTH / 2, 546, "attention: writes K and V to the slots, reads each row's blocks through its table",
                   "compute-text", size=12.5)
     _title(picture, 594, "4", "Rows that reach their last known token get a next one, then the step is committed")
-    sampled = [name for name, row in rows if row.is_sampled]
+    sampled = [name for name, row in rows if row.num_sampled]
     for place, name in enumerate(sampled):
         picture.box(_LEFT + place * 232, 610, 216, 32, KINDS[name])
         picture.words(_LEFT + place * 232 + 108, 631, f"{name} samples its next token", f"{KINDS[name]}-text", size=13)
-    rest = ", ".join(name for name, row in rows if not row.is_sampled)
+    rest = ", ".join(name for name, row in rows if not row.num_sampled)
     picture.words(_LEFT + len(sampled) * 232 + 8, 631, f"{rest} goes on with its prompt in the next step", "quiet",
                   size=13, anchor="start")
     return picture.text

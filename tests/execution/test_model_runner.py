@@ -169,3 +169,51 @@ def test_a_row_without_a_valid_logit_ends_alone() -> None:
     assert isinstance(requests[0].error, InvalidLogits)
     assert list(requests[1].output().outputs[0].token_ids) == toy_answer([7], 4)
     assert_all_free(engine)
+
+
+def reading(row: ScheduledRow, first: int) -> ScheduledRow:
+    """The same row of a sequence that generates nothing and has hidden states read from ``first`` on."""
+    return ScheduledRow(replace(row.sequence, hidden_from=first), row.start, row.num_tokens)
+
+
+def test_hidden_states_come_beside_tokens() -> None:
+    """A row that is read gets the states of the positions it wants and no token; its neighbours get theirs, also where
+    a row makes the model fail and the others are computed in parts."""
+    backend = ToyBackend()
+    runner, manager, rows = prepared(backend, [5, 9, 2, 3])
+    rows[1], rows[2] = reading(rows[1], 4), reading(rows[2], 0)
+    tokens = [int(toy_logits(np.array(row.sequence.token_ids)).argmax()) for row in (rows[0], rows[3])]
+    states = {row.sequence.sequence_id: [toy_logits(np.array(row.sequence.token_ids[: position + 1]))
+                                         for position in row.hidden_positions] for row in rows[1:3]}
+
+    def sampled() -> tuple[list[int], dict[int, int]]:
+        result = runner.execute(rows, manager)
+        assert result.hidden.keys() <= states.keys()
+        for number, own in result.hidden.items():
+            assert np.array_equal(own, np.array(states[number]))
+        return result.token_ids.tolist(), {number: len(own) for number, own in result.hidden.items()}
+
+    numbers = [row.sequence.sequence_id for row in rows]
+    assert sampled() == (tokens, {numbers[1]: 5, numbers[2]: 2})
+    forward = backend.forward
+
+    def fail_on_first(batch: Any) -> Any:
+        if numbers[0] in batch.seq_ids:
+            raise ValueError("not this one")
+        return forward(batch)
+
+    backend.forward = fail_on_first  # type: ignore[method-assign]
+    assert sampled() == ([-1, tokens[1]], {numbers[1]: 5, numbers[2]: 2})
+
+
+@pytest.mark.parametrize("hidden", [
+    None, np.zeros((1, 32)), np.zeros((2, 32), np.float32), np.zeros((1, 31), np.float32), torch.zeros(1, 32),
+], ids=["None", "float64", "two rows", "narrow", "tensor"])
+def test_hidden_states_of_another_kind_fail_the_step(hidden: object) -> None:
+    """Only float32 arrays of as many rows as were wanted are hidden states."""
+    backend = ToyBackend()
+    runner, manager, rows = prepared(backend, [5])
+    backend.forward_hidden = (  # type: ignore[method-assign]
+        lambda batch, _: (backend.forward(batch), hidden))  # type: ignore[assignment,return-value]
+    with pytest.raises(StepFailed, match="forward_hidden returned"):
+        runner.execute([reading(rows[0], 4)], manager)

@@ -8,7 +8,9 @@ import pytest
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.eviction import POLICIES
 from pagedcore.kv_cache.memory_snapshot import BlockSnapshot
+from pagedcore.kv_cache.prefix_match import find_blocks
 from pagedcore.kv_cache.reservation import Demand, Reservation
 from pagedcore.sequence import Sequence
 from support.doubles import make_sequence
@@ -272,3 +274,25 @@ def test_shared_blocks_can_be_spared() -> None:
         sequence.num_computed_tokens = 4
     assert manager.evict_blocks(second.sequence_id, spares_shared=True) == 2
     assert (manager.match(first).num_tokens, manager.match(second).num_tokens) == (4, 2)
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+def test_what_leaves_nothing_to_continue_is_evicted_first(eviction: str) -> None:
+    """A block that only sequences without a completion have held goes before any other, whenever it was used; one that
+    a completion has held too is as good as the others."""
+    manager = BlockManager(6, 2, policy=POLICIES[eviction])
+    ordinary, minor, both = compute(manager, [1, 1, 1, 1]), compute(manager, [2, 2, 2, 2]), compute(manager, [3, 3, 3])
+    shares = make_sequence([3, 3, 3])
+    found = find_blocks(manager.hasher, shares, 2, manager.cache)
+    manager.share_blocks(shares, found)
+    minor.hidden_from = both.hidden_from = 1
+    for sequence in (ordinary, both, shares, minor):
+        manager.free_blocks(sequence)
+    evicted = []
+    known = {one.block_id: one.content.token_ids for one in manager.cache.registered}
+    for number in range(4):
+        reserve(manager, (1000 + number, 2)).commit()
+        left = {one.block_id for one in manager.cache.registered}
+        evicted += [known.pop(block_id)[0] for block_id in {*known} - left]
+    assert evicted[:2] == [2, 2]
+    assert 3 in known or evicted[-1] in (1, 3)

@@ -99,9 +99,9 @@ def test_a_prompt_is_computed_in_chunks_of_the_budget() -> None:
     chunks = []
     while not sequence.output_token_ids:
         (row,) = scheduler.schedule().rows
-        chunks.append((row.start, row.end, row.is_sampled))
+        chunks.append((row.start, row.end, row.num_sampled))
         run_step(scheduler)
-    assert chunks == [(0, 4, False), (4, 8, False), (8, 10, True)]
+    assert chunks == [(0, 4, 0), (4, 8, 0), (8, 10, 1)]
 
 
 def test_decode_rows_get_their_token_before_prompts_expand() -> None:

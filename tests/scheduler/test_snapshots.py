@@ -168,7 +168,7 @@ def make_unusual(scheduler: Scheduler) -> None:
 LIVES = [
     *[{"seed": seed, "has_faults": seed % 2 == 1, "has_formation": seed % 3 == 0} for seed in range(12)],
     *[{"seed": seed, "has_faults": seed % 2 == 1, "has_policies": True} for seed in range(8)],
-    {"seed": 4, "num_short_tokens": 6},
+    {"seed": 4, "num_short_tokens": 6}, {"seed": 5, "has_readers": True},
 ]
 
 

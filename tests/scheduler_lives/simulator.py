@@ -12,17 +12,21 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from pagedcore.analysis.diagnosis.invariants import Snapshot, check, snapshot
 from pagedcore.errors import EngineOverloaded, RequestTooLarge
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.outputs import FinishReason
+from pagedcore.protocols import FloatArray
 from pagedcore.scheduler import policies
 from pagedcore.scheduler.batch_gate import BatchGate
-from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.plan import ScheduledRow, SchedulePlan
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.policy_view import PolicyView
 from pagedcore.scheduler.scheduler import Scheduler
@@ -35,7 +39,7 @@ from scheduler_lives.laws import (
     require_lawful_plan,
     require_true_contents,
 )
-from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
+from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer, toy_logits
 
 #: Few different tokens, so that sequences resemble each other and a mixed-up block is not lucky to be noticed.
 PROMPT_TOKENS = 3
@@ -81,6 +85,8 @@ class Turn:
     sequence: Sequence
     expected: list[int]
     num_ends: int = 0
+    unread: set[int] = field(default_factory=set)
+    """Positions whose hidden states are still to come."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +194,8 @@ class Simulation:
     """Whether the policy is drawn from all there are, and one that changes its mind at random, with their options."""
     num_short_tokens: int | None = None
     """As of a sequence."""
+    has_readers: bool = False
+    """Whether half of the sequences generate nothing, and have hidden states read from some position on."""
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -223,6 +231,7 @@ class Simulation:
         )
         self.store.is_slow = world.has_slow_transfers
         self.store.allocate_host(world.num_host_blocks)
+        self.reader_rng = random.Random(f"readers {self.seed}")
         self.clock = FakeClock()
         self.mover = KVTransfers(self.store, self.scheduler.moves, self.clock, LONGEST_TRANSFER_S)
         self.turns: dict[int, Turn] = {}
@@ -338,6 +347,8 @@ class Simulation:
                 cache_root=root, arrival_s=self.clock.now(), num_short_tokens=self.num_short_tokens,
                 **self._draw_options(),
             )
+            if self.has_readers and self.reader_rng.random() < 0.5:
+                sequence.hidden_from = self.reader_rng.randrange(len(prompt))
             self.num_arrived += 1
             if self._try_add(sequence):
                 self._open_turn(sequence)
@@ -366,11 +377,14 @@ class Simulation:
             stop_token_ids=sequence.stop_token_ids,
             min_tokens=sequence.params.min_tokens,
         )
+        if (first := sequence.hidden_from) is not None:
+            self.turns[sequence.sequence_id] = Turn(sequence, [], unread={*range(first, len(sequence.token_ids))})
+            return
         self.turns[sequence.sequence_id] = Turn(sequence, expected)
 
     def _continue_or_remove(self, turn: Turn) -> None:
         sequence = turn.sequence
-        if self.rng.random() < 0.4:
+        if self.rng.random() < 0.4 or sequence.hidden_from is not None:
             self.scheduler.remove_sequence(sequence)
             del self.turns[sequence.sequence_id]
             require(turn.num_ends == 1, "a removed sequence had not ended once")
@@ -482,17 +496,29 @@ class Simulation:
         if self._has_fault(0.15):
             self.backend.raise_on_step = self.backend.num_steps + 1
         try:
-            logits = self.backend.forward(build_batch(rows, self.scheduler.kv_cache.device))
+            batch = build_batch(rows, self.scheduler.kv_cache.device)
+            wanted = batch.hidden_rows if batch.hidden_rows is not None else np.zeros(0, np.int64)
+            logits, hidden = self.backend.forward_hidden(batch, wanted)
         except RuntimeError:
             self._fail(plan)
             return
+        self._read(rows, hidden)
         seconds = self.rng.random()
         self.scheduler.observe(plan, seconds)
-        sampled = [row.sequence for row in rows if row.is_sampled]
+        sampled = [row.sequence for row in rows if row.num_sampled]
         tokens = dict(zip((s.sequence_id for s in sampled), logits.argmax(axis=1).tolist(), strict=True))
         if sampled and self._has_fault(0.05):
             self._end(self.turns[self.rng.choice(sampled).sequence_id], "error")
         self._commit(plan, tokens)
+
+    def _read(self, rows: ListOf[ScheduledRow], hidden: FloatArray) -> None:
+        """Note the positions whose hidden states came, each of which is what follows from the tokens before it."""
+        read = [(row.sequence, position) for row in rows for position in row.hidden_positions]
+        require(len(read) == len(hidden), "as many hidden states come as are wanted")
+        for (sequence, position), states in zip(read, hidden, strict=True):
+            known = toy_logits(np.array(sequence.token_ids[: position + 1]))
+            require(np.array_equal(states, known), "a hidden state is another one's")
+            self.turns[sequence.sequence_id].unread.remove(position)
 
     def _fail(self, plan: SchedulePlan) -> None:
         self.scheduler.rollback(plan)
@@ -506,7 +532,8 @@ class Simulation:
             turn = self.turns[new.sequence.sequence_id]
             answer = turn.sequence.output_token_ids
             require(answer == turn.expected[: len(answer)], f"sequence {new.sequence.sequence_id} answers {answer}")
-            require(answer[-1] == new.token_id, "the reported token is not the appended one")
+            require(not turn.unread, f"positions {turn.unread} were not read")
+            require((answer or [None])[-1] == new.token_id, "the reported token is not the appended one")
             has_ended = new.finish_reason is not None
             require(has_ended == (len(answer) == len(turn.expected)), "the turn ended early or late")
             turn.num_ends += has_ended

@@ -110,7 +110,7 @@ class MemoryCore(RuleBasedStateMachine):
         return self.backend.forward(build_batch(plan.rows, self.scheduler.kv_cache.device))
 
     def tokens(self, plan: SchedulePlan, sampled: FloatArray) -> dict[int, int | None]:
-        ids = [row.sequence.sequence_id for row in plan.rows if row.is_sampled]
+        ids = [row.sequence.sequence_id for row in plan.rows if row.num_sampled]
         return dict(zip(ids, sampled.argmax(axis=1).tolist(), strict=True))
 
     def publish(self, plan: SchedulePlan, news: ListOf[NewToken]) -> None:

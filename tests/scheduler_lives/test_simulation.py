@@ -76,6 +76,14 @@ def test_lives_with_a_short_context(has_faults: bool) -> None:
         Simulation(seed, has_faults, has_policies=seed % 2 == 0, num_short_tokens=3 + seed % 6).run()
 
 
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_lives_with_readers(has_faults: bool) -> None:
+    """Sequences whose hidden states are read get each wanted position once, whatever is preempted, shared or computed
+    again, end after the last one, and change no token of the others."""
+    for seed in range(80):
+        Simulation(seed, has_faults, has_policies=seed % 2 == 0, has_readers=True).run()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("has_faults", [False, True])
 def test_many_lives_with_every_policy(has_faults: bool) -> None:
@@ -163,7 +171,7 @@ class Crowd:
         except RuntimeError:
             self.scheduler.rollback(plan)
             return
-        ids = [row.sequence.sequence_id for row in plan.rows if row.is_sampled]
+        ids = [row.sequence.sequence_id for row in plan.rows if row.num_sampled]
         self.scheduler.commit(plan, dict(zip(ids, logits.argmax(axis=1).tolist(), strict=True)))
 
     def check(self) -> None:

@@ -272,7 +272,7 @@ class Life:
         plan = self.plan()
         if plan.rows:
             self.scheduler.reserve(plan)
-            self.scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows if row.is_sampled})
+            self.scheduler.commit(plan, {row.sequence.sequence_id: 1 for row in plan.rows if row.num_sampled})
 
     def _fail(self, _: int) -> None:
         plan = self.plan()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -126,6 +127,18 @@ class ToyBackend:
             for row, token in zip(rows.tolist(), batch.logits_rows.tolist(), strict=True)
         ]
         return np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size)
+
+    hidden_size = VOCAB_SIZE
+    """A hidden state is the logits that follow."""
+
+    def forward_hidden(
+        self, batch: RaggedRows, hidden_rows: npt.NDArray[np.int64]
+    ) -> tuple[FloatArray, FloatArray]:
+        """Do the same, with the logits of further tokens as their hidden states."""
+        num_logits = len(batch.logits_rows)
+        both = replace(batch, logits_rows=np.concatenate((batch.logits_rows, hidden_rows)))  # type: ignore[type-var]
+        logits = self.forward(both)
+        return logits[:num_logits], logits[num_logits:].copy()
 
     def _is_long(self, batch: RaggedRows, row: int) -> bool:
         return batch.is_long is not None and bool(batch.is_long[row])
@@ -417,7 +430,7 @@ class StandingHost:
 
     def tokens(self, plan: SchedulePlan, sampled: None) -> Mapping[int, int | None]:
         """Give every sampled row the same token."""
-        return {row.sequence.sequence_id: self._token_id for row in plan.rows if row.is_sampled}
+        return {row.sequence.sequence_id: self._token_id for row in plan.rows if row.num_sampled}
 
     def publish(self, plan: SchedulePlan, news: SequenceOf[NewToken]) -> None:
         """Do nothing."""

@@ -270,7 +270,7 @@ class QuoteBook(EngineObserver):
                 continue
             if is_waiting:
                 forecast.start_s[number] = 0.0
-            if row.is_sampled:
+            if row.end == num_known:
                 if num_known == sequence.num_prompt_tokens:
                     forecast.first_s[number] = step_s
                 if num_left == 1:

@@ -125,7 +125,7 @@ class DryRun:
             one = row.sequence
             tokens[one.sequence_id] = 0
             if isinstance(one, ReplayedSequence) and len(one.token_ids) + 1 >= self._ends[one.sequence_id]:
-                one.next_end = "length" if row.is_sampled else None
+                one.next_end = "length" if row.num_sampled else None
             if one.prompt_logprobs is not None:
                 one.prompt_logprobs += [None] * len(row.scored_positions)  # type: ignore[list-item]
         return tokens

@@ -27,8 +27,10 @@ from pagedcore.sequence import long_root
 from pagedcore.sessions.session_file import params_as_mapping
 
 FORMAT: Final = "pagedcore recording"
-VERSION: Final = 4
-"""Files of earlier versions were decided by other estimates of what steps cost, and cannot be decided again."""
+VERSION: Final = 5
+_READ: Final = (4, VERSION)
+"""Files of version 4 know no sequences that generate nothing. Those of earlier versions were decided by other estimates
+of what steps cost, and cannot be decided again."""
 _MOST_REFUSED: Final = 2**53
 MAX_FILE_BYTES: Final = 256 * 2**20
 MAX_TEXT_BYTES: Final = 1024 * 2**20
@@ -247,8 +249,8 @@ def _parse(lines: Iterator[bytes]) -> Recording:
     header = json.loads(next(lines, b"{}"))
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise RecordingError("the file is none")
-    if header.get("version") != VERSION:
-        raise RecordingError(f"the file is not of version {VERSION}, which this pagedcore reads")
+    if header.get("version") not in _READ:
+        raise RecordingError(f"the file is not of version {' or '.join(map(str, _READ))}, which this pagedcore reads")
     recording = Recording(header, decode(json.loads(next(lines, b"[]"))))
     for line in lines:
         value = json.loads(line)
@@ -277,13 +279,15 @@ def _state(segment: Mapping[str, Any], rows: list[tuple[int, array[int]]]) -> di
             raise RecordingError("a pool is not as large as its settings say")
         tokens, roots, long = list[Any](), list[bytes](), set(memory.pop("long", ()))
         for entry in memory["entries"]:
+            *_, row_number, length = entry
             # Why first: parents come before what continues them, so this is where they end.
             start = memory["ends"][entry[1]] if entry[1] >= 0 else 0
-            root, row = rows[entry[6]]
-            memory.setdefault("ends", []).append(start + entry[7])
-            tokens.append(tuple(row[start : start + entry[7]]))
+            root, row = rows[row_number]
+            memory.setdefault("ends", []).append(start + length)
+            tokens.append(tuple(row[start : start + length]))
             roots.append(long_root(root_of(root)) if len(roots) in long else root_of(root))
-        memory["entries"] = [entry[:6] for entry in memory["entries"]]
+        # Why a value: every block of version 4 is one that completions hold.
+        memory["entries"] = [[*entry[:6], *(entry[6:-2] or [False])] for entry in memory["entries"]]
         memory["tokens"], memory["roots"] = tokens, roots
         memory.pop("ends", None)
     state["sequences"] = [_with_tokens(one, rows) for one in state["sequences"]]

@@ -232,7 +232,7 @@ class WhatIf:
             number = row.sequence.sequence_id
             if row.sequence.prompt_logprobs is not None:
                 row.sequence.prompt_logprobs += [None] * len(row.scored_positions)  # type: ignore[list-item]
-            if row.is_sampled:
+            if row.num_sampled:
                 life, known = self._lives[number], len(row.sequence.token_ids)
                 tokens[number] = life.row[known]
                 if known + 1 == life.length:

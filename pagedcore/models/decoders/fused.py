@@ -281,6 +281,34 @@ class FusedDecoder(Decoder):
         """Compute a batch without logits; see ``GreedyDecoder``."""
         return self._output.token_ids(self._compute(step, token_ids, positions, rows, barred))
 
+    def with_hidden(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
+        hidden_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Compute a batch; see ``HiddenDecoder``. It is not recorded: what is read is mostly prompts, whose steps
+        compute for long.
+        """
+        work = self._begin(step, token_ids, positions)
+        addend = self._run_layers(step, work, torch.cat((rows, hidden_rows)))
+        logits, hidden = self._output.with_hidden(work, addend, len(rows))
+        return self._output.logits(logits), hidden
+
+    def _run_layers(self, step: PagedStep, work: StepRows, rows: torch.Tensor) -> torch.Tensor | None:
+        """Run all layers, the end of the last one for ``rows`` alone; return what it adds to the residual, if there are
+        any.
+        """
+        addend = None
+        for layer in self._layers:
+            attended = layer.attend(step, work, addend)
+            if layer is self._layers[-1]:
+                if not len(rows):
+                    return None
+                # Why: no later operation reads the other rows.
+                work.keep(rows)
+                attended = attended[rows]
+            addend = layer.feed_forward(work, attended)
+        return addend
+
     def _compute(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
         barred: Int64Array | None,
@@ -292,16 +320,10 @@ class FusedDecoder(Decoder):
         if steps is not None and isinstance(attention, RecordableAttention) and attention.only_runs_kernels:
             work = self._begin(step, token_ids, positions, steps.workspace)
             return self._repeat(steps, attention, step, work, rows, barred)
-        work, addend = self._begin(step, token_ids, positions), None
-        for layer in self._layers:
-            attended = layer.attend(step, work, addend)
-            if layer is self._layers[-1]:
-                if not len(rows):
-                    return self._output.no_logits(work)
-                # Why: no later operation reads the other rows.
-                work.keep(rows)
-                attended = attended[rows]
-            addend = layer.feed_forward(work, attended)
+        work = self._begin(step, token_ids, positions)
+        addend = self._run_layers(step, work, rows)
+        if not len(rows):
+            return self._output.no_logits(work)
         return self._output.compute(work, addend, None if barred is None else self._output.bar(work, barred))
 
     def _repeat(

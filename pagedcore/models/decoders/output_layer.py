@@ -50,6 +50,21 @@ class OutputLayer:
             self._cap(logits)
         return logits
 
+    def with_hidden(
+        self, work: StepRows, addend: torch.Tensor | None, num_logits: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits [S, vocabulary] of the first ``num_logits`` rows, not divided yet and not in a workspace, and
+        the normed states [T - S, hidden] of the others.
+        """
+        self._norm(work.residual, addend, work.normed)
+        states, hidden = work.normed[:num_logits], work.normed[num_logits:]
+        if not num_logits:
+            return self.no_logits(work), hidden
+        logits = self._head.multiply(states)
+        if self._cap is not None:
+            self._cap(logits)
+        return logits, hidden
+
     def computed(self, work: StepRows, barred: torch.Tensor | None) -> torch.Tensor:
         """Return what was computed last, where there is a workspace."""
         return work.logits(self._head) if barred is None else self._candidates(work)

@@ -6,7 +6,8 @@ faster decoder for some architectures takes its place by having the same members
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -70,6 +71,20 @@ class GreedyDecoder(Protocol):
         ...
 
 
+@runtime_checkable
+class HiddenDecoder(Protocol):
+    """A decoder that may also return what it hands to the output layer."""
+
+    def with_hidden(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
+        hidden_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Compute a batch; return its logits as ``Decoder``, and [H, hidden size] of the tokens ``hidden_rows``, int64
+        [H], H at least 2.
+        """
+        ...
+
+
 DecoderFactory = Callable[[Any, Mapping[int, AttentionLayer], OnUnused], Decoder]
 """Takes a model whose attention was redirected, its layers by number, and what to call with weights no longer needed.
 """
@@ -92,6 +107,15 @@ class PlainDecoder(Decoder):
         with attention_step(step):
             return call_model(self._model, token_ids, positions, rows)
 
+    def with_hidden(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
+        hidden_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Compute a batch; see ``HiddenDecoder``."""
+        with attention_step(step), outputs_of(self._model.base_model) as outputs:
+            logits = call_model(self._model, token_ids, positions, rows)
+        return logits, outputs[-1][hidden_rows]
+
 
 class ModuleDecoder(PlainDecoder):
     """Any architecture on the CPU: transformers' own modules, with packed linear layers, whose rows are independent."""
@@ -112,6 +136,22 @@ class ModuleDecoder(PlainDecoder):
             call_model(self._model, tokens, tokens, tokens)
         for module in found:
             complete_vectors(module)
+
+
+@contextmanager
+def outputs_of(body: Any) -> Iterator[list[torch.Tensor]]:
+    """Note the last hidden states [T, hidden size] of every call of a model without its output layer."""
+    seen: list[torch.Tensor] = []
+
+    def note(_: Any, __: Any, output: Any) -> None:
+        states = output if isinstance(output, torch.Tensor) else output.last_hidden_state
+        seen.append(states.reshape(-1, states.shape[-1]))
+
+    hook = body.register_forward_hook(note)
+    try:
+        yield seen
+    finally:
+        hook.remove()
 
 
 def router_products(linears: LinearFactory) -> LinearFactory:

@@ -41,9 +41,12 @@ class StepRows:
         return self.residual
 
     def keep(self, chosen: torch.Tensor) -> None:
-        """Drop all rows but the chosen ones."""
-        self.residual = self.residual[chosen]
-        self.normed, self.gated = self.normed[: len(chosen)], self.gated[: len(chosen)]
+        """Drop all rows but the chosen ones, of which there may be more than rows: each may be chosen several times."""
+        self.residual, num_rows = self.residual[chosen], len(chosen)
+        # Safety: kernels write as many rows as the residual has.
+        if num_rows > len(self.normed):
+            self.normed, self.gated = (one.new_empty(num_rows, one.shape[1]) for one in (self.normed, self.gated))
+        self.normed, self.gated = self.normed[:num_rows], self.gated[:num_rows]
 
     def multiply(self, purpose: str, product: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
         """Return the product of ``rows`` [T, in], which stays until the next one for the same purpose."""

@@ -258,6 +258,11 @@ class ForCausalLM(nn.Module):
         device: torch.device = self.model.embed_tokens.weight.device
         return device
 
+    @property
+    def base_model(self) -> Model:
+        """All but the output layer."""
+        return self.model
+
     def get_input_embeddings(self) -> nn.Embedding:
         """Return the embedding of tokens."""
         embedding: nn.Embedding = self.model.embed_tokens

@@ -72,6 +72,13 @@ def _ropes(config: Any) -> list[tuple[str, int, Mapping[str, Any]]]:
     ]
 
 
+def hidden_size(model: Any) -> int:
+    """Return how many numbers the output layer is given for a token; 0 if the model has no other part than it."""
+    if model.base_model is model:
+        return 0
+    return int(model.get_input_embeddings().weight.shape[-1])
+
+
 def generation_fields(model: Any) -> dict[str, Any]:
     """Return what a model's generation settings have, by the names of transformers."""
     settings = getattr(model, "generation_config", None)

@@ -271,6 +271,20 @@ def test_a_forged_file_is_refused(change: Any, words: str, tmp_path: Path) -> No
         replay_decisions(read_recording(path))
 
 
+def test_a_file_of_version_4_is_read(tmp_path: Path) -> None:
+    """It says of no block whether only sequences without a completion have held it, and is decided again as it was."""
+    path = a_file(tmp_path)
+    lines, num_entries = lines_of(path), 0
+    lines[0]["version"] = 4
+    for segment in lines[2:]:
+        for memory in (segment["state"]["device"], segment["state"]["host"]) if isinstance(segment, dict) else ():
+            memory["entries"] = [[*entry[:6], *entry[7:]] for entry in memory["entries"]]
+            num_entries += len(memory["entries"])
+    assert num_entries
+    write_lines(path, lines)
+    assert replay_decisions(read_recording(path)).difference is None
+
+
 def _second(lines: list[Any]) -> Any:
     """The second of the lines that begin a segment."""
     return [line for line in lines if isinstance(line, dict)][2]
