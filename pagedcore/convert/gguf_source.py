@@ -62,15 +62,17 @@ class GGUFSource:
         return self._stored.numbers(name, shape, self._dtype)
 
     def write_others(self, directory: Path) -> None:
-        """Write tokenizer and chat template of the metadata, and which tokens begin and end a text.
+        """Write tokenizer and chat template of the metadata, and which tokens begin and end a text and never come.
 
         Raises:
             OSError: they cannot be written.
         """
         if self._tokenizer is not None:
             self._tokenizer.save(directory)
-        ends = {name: self._fields[name] for name in ("bos_token_id", "eos_token_id") if self._fields[name] is not None}
-        (directory / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", encoding="utf-8")
+        fields = {name: self._fields[name] for name in ("bos_token_id", "eos_token_id")}
+        held = {**fields, "suppress_tokens": self._stored.suppressed or None}
+        said = {name: value for name, value in held.items() if value is not None}
+        (directory / "generation_config.json").write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
 
     def _rope(self) -> dict[str, Any]:
         """Return the parameters of the rotary embedding, those of Llama 3 in the place of factors.

@@ -111,6 +111,8 @@ def _sampling(source: str, vocab_size: int, ends: frozenset[int]) -> str:
     path = None if is_gguf(source) else find_file(source, "generation_config.json")
     try:
         fields = {} if path is None else dict(json.loads(path.read_bytes()))
+        if is_gguf(source):
+            fields = {"suppress_tokens": GGUF(source).suppressed}
     except (OSError, ValueError, TypeError, RecursionError):
         return "generation_config.json is damaged"
     own: Any = fields.get("eos_token_id")

@@ -57,6 +57,7 @@ def require_equal(directory: Path, dtype: str, quantization: str) -> None:
     ("w8a8", "bfloat16", "llama", MIXED), ("w8a16", "float32", "llama", ("f16", "q5_1", "f32", "q8_0")),
     ("w4a16", "float32", "qwen3", MIXED), ("auto-int8", "bfloat16", "qwen2", MIXED),
     ("w8a8", "bfloat16", "gemma3_text", ("iq4_nl", "q3_k")), ("w4a16", "float32", "qwen3_moe", ("q4_0", "f16")),
+    ("w8a16", "float32", "gemma4_text", ("q5_0", "bf16")),
 ])
 def test_it_is_what_the_dequantised_model_becomes(
     quantization: str, dtype: str, family: str, kinds: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,7 +111,8 @@ def test_tokenizer_and_ends_go_along(is_beside: bool, tmp_path: Path) -> None:
     """Text, chats and the tokens that end a completion are those of the file loaded as it is; a tokenizer beside the
     file is copied if the metadata's is not known, and its ``generation_config.json`` is not taken."""
     template = {"tokenizer.chat_template": "{% for m in messages %}{{ m['content'] }}<turn>{% endfor %}"}
-    metadata = {**METADATA, **template, **({} if is_beside else {"tokenizer.ggml.pre": "gpt-2"})}
+    metadata = {**METADATA, **template, "tokenizer.ggml.suppress_tokens": [1],
+                **({} if is_beside else {"tokenizer.ggml.pre": "gpt-2"})}
     write_model(tmp_path / "model.gguf", "qwen2", metadata=metadata, vocab_size=6, num_hidden_layers=1)
     if is_beside:
         own = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(TOKENS)}, merges=[("a", "b")]))
@@ -129,7 +131,8 @@ def test_tokenizer_and_ends_go_along(is_beside: bool, tmp_path: Path) -> None:
     assert actual.encode("abc<turn>a") == wanted.encode("abc<turn>a") == [3, 2, 5, 0]
     chat = [{"role": "user", "content": "ab"}]
     assert actual.render_chat(chat) == wanted.render_chat(chat) == ("ab<end>" if is_beside else "ab<turn>")  # type: ignore[attr-defined]
-    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [4, 5]}
+    held = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert held == {"eos_token_id": [4, 5], "suppress_tokens": [1]}
     with engine_of(tmp_path / "out") as engine:
         assert engine._runner.backend.eos_token_ids == frozenset({4, 5})
 

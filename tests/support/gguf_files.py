@@ -215,11 +215,21 @@ _OF_FAMILY = {
         "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
     },
+    "gemma4_text": {
+        "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm", "per_layer_input_gate": "inp_gate",
+        "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
+    },
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
 }
-_OTHERS = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_OTHERS = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
 #: llama.cpp's names of architectures that transformers calls otherwise.
-_ARCHITECTURES = {"gpt_oss": "gpt-oss", "gemma3_text": "gemma3", "qwen3_moe": "qwen3moe", "ministral3": "mistral3"}
+_ARCHITECTURES = {"gpt_oss": "gpt-oss", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "qwen3_moe": "qwen3moe",
+                  "ministral3": "mistral3"}
 _TURNED = ("llama", "granite", "ministral3")
 
 
@@ -234,6 +244,8 @@ def name_in_file(name: str, family: str = "") -> str:
 
 def _pieces(name: str, family: str, numbers: Any) -> list[tuple[str, Any]]:
     """Return the names that files have for a parameter, with the part of it that each is."""
+    if name.endswith(".layer_scalar"):
+        return [(f"blk.{name.split('.')[2]}.layer_output_scale.weight", numbers)]
     if name.endswith(".sinks"):
         return [(f"blk.{name.split('.')[2]}.attn_sinks.weight", numbers)]
     if family == "gpt_oss" and ".experts." in name:
@@ -309,6 +321,8 @@ def _fields_of_family(config: Any) -> dict[str, Any]:
             local = config.rope_parameters["sliding_attention"]["rope_theta"]
             return {"attention.sliding_window": config.sliding_window, "rope.freq_base_swa": float(local),
                     "attention.value_length": config.head_dim}
+        case "gemma4_text":
+            return _fields_of_gemma4(config)
         case "phi3":
             rope = config.rope_parameters
             return {"attention.key_length": None, "attention.sliding_window": config.sliding_window or 0,
@@ -326,10 +340,39 @@ def _fields_of_family(config: Any) -> dict[str, Any]:
             return {}
 
 
+def _fields_of_gemma4(config: Any) -> dict[str, Any]:
+    local, count = [kind == "sliding_attention" for kind in config.layer_types], config.num_hidden_layers
+    full = config.per_layer_config["full_attention"]
+    num_shared, width = config.num_kv_shared_layers, config.intermediate_size
+    widths = [width] * (count - num_shared) + [2 * width] * num_shared
+    return {
+        "attention.sliding_window": config.sliding_window, "attention.sliding_window_pattern": local,
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "attention.key_length": full.head_dim, "attention.value_length": full.head_dim,
+        "attention.key_length_swa": config.head_dim, "attention.value_length_swa": config.head_dim,
+        "attention.head_count_kv": [config.num_key_value_heads if one else full.num_key_value_heads for one in local],
+        "feed_forward_length": widths if config.use_double_wide_mlp else config.intermediate_size,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input or 0,
+        "rope.dimension_count": full.head_dim, "rope.dimension_count_swa": config.head_dim,
+        "rope.freq_base_swa": float(config.rope_parameters["sliding_attention"]["rope_theta"]),
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+
+
+def _turning(config: Any) -> dict[str, Tensor]:
+    """Return the factors that say which numbers of a head Gemma 4 turns, in layers that see all."""
+    if config.model_type != "gemma4_text":
+        return {}
+    half = config.per_layer_config["full_attention"].head_dim // 2
+    num_turned = int(half * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return {"rope_freqs.weight": floats("f32", np.array([1.0] * num_turned + [1e30] * (half - num_turned)))}
+
+
 #: What a model's matrices are in, in turn: as in files that are called Q4_K_M, of several types.
 MIXED = ("q4_k", "q4_k", "q6_k")
 #: What llama.cpp takes every model of a family to be, windows of Qwen besides, which it does not have.
 _MEANT: dict[str, dict[str, Any]] = {"gemma3_text": {"layer_types": None, "query_pre_attn_scalar": 64},
+                                     "gemma4_text": {"hidden_size_per_layer_input": 256},
                                      "gpt_oss": {"attention_bias": True, "intermediate_size": 256},
                                      "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 256}}
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
@@ -355,9 +398,11 @@ def write_model(
 
     windows = {"use_sliding_window": False, "sliding_window": None} if family.startswith("qwen") else {}
     model = tiny_model(family, **{**SIZES, **windows, **_MEANT.get(family, {}), **changes})
+    if family == "gemma4_text":
+        model.config.allow_global_per_layer_attribute_access = True  # what is read below is that of layers with windows
     if not hasattr(model.config, "head_dim"):
         model.config.head_dim = model.config.hidden_size // model.config.num_attention_heads
-    rng, tensors = np.random.default_rng(0), dict(more_tensors or {})
+    rng, tensors = np.random.default_rng(0), {**_turning(model.config), **(more_tensors or {})}
     for number, (name, parameter) in enumerate(model.state_dict(keep_vars=True).items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
@@ -377,7 +422,7 @@ def _tensor(
     """Return a tensor of random blocks or numbers as a file has it, and its numbers as the model has them."""
     is_turned = config.model_type in _TURNED and (".q_proj" in name or ".k_proj" in name)
     if len(shape) == 1:
-        numbers = rng.normal(1.0 if "norm" in name else 0.0, 0.1, shape).astype(np.float32)
+        numbers = rng.normal(1.0 if "norm" in name or "scalar" in name else 0.0, 0.1, shape).astype(np.float32)
         tensor = floats("f32", _permuted(numbers, config.head_dim) if is_turned else numbers)
         return tensor, numbers - np.float32(config.model_type == "gemma3_text" and "norm" in name)
     is_number = name.endswith((".gate.weight", ".router.weight", "_bias"))

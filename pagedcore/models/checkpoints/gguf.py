@@ -40,12 +40,17 @@ _OTHERS: Final = frozenset({
 """What is read besides, or says nothing that the rest does not."""
 _OFF: Final = frozenset({"attention.sliding_window", "expert_count", "expert_used_count"})
 """What must be 0 where an architecture does not know it."""
-_NAMES: Final = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_NAMES: Final = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
+}
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _IS_ROTATED: Final = re.compile(r"\.[qk]_proj\.")
 _EXPERT: Final = re.compile(r"(mlp\.experts)\.(\d+)(\..+)")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _ENDS: Final = ("eos", "eot", "eom")
+_SUPPRESSED: Final = "tokenizer.ggml.suppress_tokens"
 _AT_ONCE: Final = 1 << 20
 """Numbers that are decoded at once."""
 
@@ -64,7 +69,8 @@ class GGUF:
         self._name = self.metadata.get("general.architecture")
         if not isinstance(self._name, str) or self._name not in ARCHITECTURES:
             raise refusal(f"its architecture is {str(self._name)[:80]!r}")
-        self._architecture, self._given = ARCHITECTURES[self._name], Metadata(self.metadata, self._name)
+        self._architecture = ARCHITECTURES[self._name]
+        self._given = Metadata(self.metadata, self._name, self._file.tensors.keys())
         self.fields = self._fields()
         """Of the configuration, by transformers' names."""
 
@@ -84,6 +90,18 @@ class GGUF:
         from transformers import AutoConfig
 
         return AutoConfig.for_model(**self.fields)
+
+    @property
+    def suppressed(self) -> list[int]:
+        """Tokens that the model must not say, as the file's metadata have them.
+
+        Raises:
+            ModelNotSupported: they are no tokens.
+        """
+        given = self.metadata.get(_SUPPRESSED, [])
+        if not isinstance(given, list) or not all(type(one) is int and one >= 0 for one in given):
+            raise refusal(f"its {_SUPPRESSED} are {str(given)[:80]}, needed are ids of tokens")
+        return given
 
     def __contains__(self, name: str) -> bool:
         return self._names_of(name)[0] in self._file.tensors
@@ -209,7 +227,7 @@ class GGUF:
             ModelNotSupported: it has.
         """
         known = {own for name in names for own in self._names_of(name)} | self._tensors_of_angles()
-        if others := sorted(self._file.tensors.keys() - known):
+        if others := sorted(self._file.tensors.keys() - known - self._unused()):
             raise refusal(f"{others[0][:80]} is no tensor of the architecture {self._name}")
 
     def scale_angles(self, model: Any) -> None:
@@ -237,8 +255,14 @@ class GGUF:
 
     def _tensors_of_angles(self) -> set[str]:
         is_long = self.fields["rope_parameters"].get("rope_type") == "longrope"
-        has_factors = self.fields["rope_frequency_factors"] is not None
+        has_factors = self._architecture.turns_by_factors or self.fields["rope_frequency_factors"] is not None
         return {LONG, SHORT} if is_long else {FACTORS} if has_factors else set()
+
+    def _unused(self) -> set[str]:
+        """Return the tensors of layers that read the keys and values of another one; files may have them."""
+        count = self.fields["num_hidden_layers"]
+        layers = range(count - self.fields.get("num_kv_shared_layers", 0), count)
+        return {f"blk.{layer}.{name}.weight" for layer in layers for name in ("attn_k", "attn_v", "attn_k_norm")}
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> tuple[BlockType, torch.Tensor]:
         """Return a tensor's type and bytes [rows, bytes of a row]."""
@@ -275,17 +299,17 @@ class GGUF:
             raise refusal(f"{self._name}.{unknown[0][:80]} in its metadata is not known to be harmless")
         if on := sorted(name for name in _OFF - known if given.get(name)):
             raise refusal(f"its {on[0]} is {given.get(on[0])!r}")
-        fields: dict[str, Any] = {own: given.size(name) for name, own in _SIZES.items()}
-        heads, hidden, count = (fields[name] for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"))
-        fields["num_key_value_heads"] = kv_heads = given.size("attention.head_count_kv", heads)
+        # Safety: a number of layers that the file does not have is found before anything of that size is made.
+        if (count := given.size("block_count")) > len(tensors):
+            raise refusal(f"its block_count is {count}, with {len(tensors)} tensors")
+        fields: dict[str, Any] = {own: self._first(name, count) for name, own in _SIZES.items()}
+        heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
+        fields["num_key_value_heads"] = kv_heads = self._first("attention.head_count_kv", count, heads)
         fields["head_dim"] = head = given.size("attention.key_length", hidden // heads)
         if (length := given.size("attention.value_length", head)) != head:
             raise refusal(f"its attention.value_length is {length}, and its heads are of {head}")
         if head % 2 or heads % kv_heads:
             raise refusal(f"its {heads} heads of {head} are in {kv_heads} groups")
-        # Safety: a number of layers that the file does not have is found before anything of that size is made.
-        if count > len(tensors):
-            raise refusal(f"its block_count is {count}, with {len(tensors)} tensors")
         if (embedding := tensors.get(_EMBEDDING)) is None:
             raise refusal(f"{_EMBEDDING} is missing in its file")
         turned = self._num_turned(head)
@@ -301,6 +325,12 @@ class GGUF:
         if architecture.has_bias_field:
             fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
         return {**fields, **architecture.fields(given, fields)}
+
+    def _first(self, name: str, count: int, default: int | None = None) -> int:
+        """Return a size, of the first layer where each may have one of its own."""
+        if name in self._architecture.by_layer:
+            return self._given.sizes(name, count, default)[0]
+        return self._given.size(name, default)
 
     def _num_turned(self, head: int) -> int:
         """Return how many numbers of a head angles turn."""

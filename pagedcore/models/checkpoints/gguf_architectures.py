@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from pagedcore.models.checkpoints.gguf_gemma4 import fields_of_gemma4
 from pagedcore.models.checkpoints.gguf_metadata import Metadata
 
 _EVERYWHERE: Final = {
@@ -17,6 +18,10 @@ _EVERYWHERE: Final = {
     "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}
+_AROUND: Final = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 _FUSED: Final = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 GATE_UP, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -51,6 +56,10 @@ class Architecture:
     """Whether the configuration says that queries, keys and values have biases."""
     may_turn_parts: bool = False
     """Whether angles may turn a part of a head only."""
+    turns_by_factors: bool = False
+    """Whether the file's factors of angles say which numbers of a head are turned, and are no factors otherwise."""
+    by_layer: frozenset[str] = frozenset()
+    """Entries that may be a list, with a number for each layer."""
     has_experts: bool = False
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Of a layer's tensors that are no module's weight or bias: the file's; outputs of two alternate in one."""
@@ -142,12 +151,22 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         metadata=frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
     ),
     "gemma3": Architecture(
-        model_type="gemma3_text", names={
-            **_EVERYWHERE, "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
-            "post_feedforward_layernorm": "post_ffw_norm",
-        }, fields=_gemma3, norm_offset=1.0, has_bias_field=False,
+        model_type="gemma3_text", names={**_EVERYWHERE, **_AROUND}, fields=_gemma3, norm_offset=1.0,
+        has_bias_field=False,
         metadata=frozenset({"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa",
                             "final_logit_softcapping"}),
+    ),
+    "gemma4": Architecture(
+        model_type="gemma4_text", names={
+            **_EVERYWHERE, **_AROUND, "per_layer_input_gate": "inp_gate", "per_layer_projection": "proj",
+            "post_per_layer_input_norm": "post_norm",
+        }, fields=fields_of_gemma4, has_bias_field=False, turns_by_factors=True,
+        tensors={"layer_scalar": ("layer_output_scale.weight",)},
+        by_layer=frozenset({"feed_forward_length", "attention.head_count_kv"}),
+        metadata=frozenset({"attention.key_length_swa", "attention.shared_kv_layers", "attention.sliding_window",
+                            "attention.sliding_window_pattern", "attention.value_length_swa",
+                            "embedding_length_per_layer_input", "final_logit_softcapping", "rope.dimension_count_swa",
+                            "rope.freq_base_swa"}),
     ),
     "phi3": Architecture(
         model_type="phi3", names={**_EVERYWHERE, **_FUSED}, fields=_phi3, has_bias_field=False, may_turn_parts=True,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, NoReturn
 
 import torch
@@ -15,9 +16,10 @@ from pagedcore.models.linears.stored_weight import refusal
 
 
 class Metadata:
-    """Entries by their names without the architecture's."""
+    """Entries by their names without the architecture's, and the names of the tensors that they describe."""
 
-    def __init__(self, given: Mapping[str, Any], architecture: str) -> None:
+    def __init__(self, given: Mapping[str, Any], architecture: str, tensors: AbstractSet[str]) -> None:
+        self.tensors = tensors
         self.given = {name.removeprefix(f"{architecture}."): value for name, value in given.items()
                       if name.startswith(f"{architecture}.")}
 
@@ -35,6 +37,26 @@ class Metadata:
         if type(value) is not int or not 0 < value < 2**31:
             self.refuse(name, "a size")
         return value
+
+    def sizes(self, name: str, count: int, default: int | None = None) -> list[int]:
+        """Return a size for each of ``count`` layers, which may be one number for all; errors as of ``size``."""
+        value = self.given.get(name, default)
+        if not isinstance(value, list):
+            return [self.size(name, default)] * count
+        if len(value) != count or not all(type(one) is int and 0 < one < 2**31 for one in value):
+            self.refuse(name, f"a size, or one for each of {count} layers")
+        return value
+
+    def flags(self, name: str, count: int) -> list[bool]:
+        """Return whether something holds for each of ``count`` layers; ``ModelNotSupported``: it is not said so."""
+        value = self.given.get(name)
+        if not isinstance(value, list) or len(value) != count or not {*map(type, value)} <= {bool}:
+            self.refuse(name, f"true or false for each of {count} layers")
+        return value
+
+    def count(self, name: str) -> int:
+        """Return a whole number below 2**31, 0 if it is not there; ``ModelNotSupported``: it is none."""
+        return self.size(name) if self.given.get(name) not in (None, 0) else 0
 
     def size_or_none(self, name: str) -> int | None:
         """Return a size; ``None``: it is 0 or there is none."""

@@ -217,7 +217,9 @@ def tree_of(
             check_num_layers(only_file(Path(source)), config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-        if (Path(source) / "generation_config.json").is_file():
+        if isinstance(stored, GGUF):
+            model.generation_config.suppress_tokens = stored.suppressed or None
+        elif (Path(source) / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(source, local_files_only=True)
         compute_buffers(model)
     return model

@@ -201,7 +201,7 @@ def test_another_scheme_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("metadata", "message"), [
-    ({"general.architecture": "gemma4"}, "its architecture is 'gemma4'"),
+    ({"general.architecture": "gemma3n"}, "its architecture is 'gemma3n'"),
     ({"general.architecture": None}, "its architecture is 'None'"),
     ({"llama.attention.logit_scale": 2.0}, r"llama\.attention\.logit_scale in its metadata is not known"),
     ({"llama.expert_count": 8}, "its expert_count is 8"),

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from pagedcore import SamplingParams
+from pagedcore.cli.doctor import diagnosis
 from pagedcore.cli.size import size_model
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.quantized import load_stored, stored_format
 from pagedcore_kernels.cpu.matmul.packed_grouped import form_of_grouped_product
 from support.gguf_files import MIXED, Tensor, floats, write_model
-from support.scores import scores_of, scores_of_transformers
+from support.scores import engine_of, scores_of, scores_of_transformers
 
 pytestmark = pytest.mark.skipif(form_of_grouped_product(torch.float32) is None, reason="no such vectors")
 SMALL: dict[str, Any] = {"num_hidden_layers": 2}
@@ -24,6 +26,20 @@ YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "
 #: Angles of Gemma 3: those of layers with a window have a base of their own and are not scaled.
 GEMMA: dict[str, Any] = {"full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
                          "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+#: As E2B is: embeddings of each layer, the last layers read the keys of others and are wider, and heads of two sizes.
+GEMMA_4_E: dict[str, Any] = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True, "hidden_size_per_layer_input": 256, "global_head_dim": 128, "sliding_window": 8,
+    "final_logit_softcapping": 30.0,
+}
+#: As 31B is: layers that see all have fewer heads of keys, which are values too.
+GEMMA_4_DENSE: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1, "global_head_dim": 96, "sliding_window": 8,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
+}
 FACTORS = {"short_factor": [1.0 + number / 50 for number in range(24)], "long_factor": [2.0] * 24}
 #: Angles of Phi-4-mini, of three quarters of a head; one of the prompts is longer than the original context.
 LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **FACTORS,
@@ -40,6 +56,8 @@ OSS: dict[str, Any] = {**YARN, "beta_fast": 0.5, "beta_slow": 0.1, "truncate": F
     ("gemma3_text", ("q4_k", "iq4_xs"), {"metadata": {"gemma3.attention.sliding_window_pattern": 2}}, {
         "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8,
         "rope_parameters": GEMMA}),
+    ("gemma4_text", ("q4_k", "iq4_xs", "q5_0"), {}, GEMMA_4_E),
+    ("gemma4_text", ("q8_0", "bf16"), {}, GEMMA_4_DENSE),
     ("qwen3_moe", ("q4_k", "q3_k", "q6_k"), {}, {}),
     ("qwen3_moe", ("f16",), {}, {"tie_word_embeddings": True}),
     ("phi3", ("q8_0", "q4_0"), {"more_tensors": LONG_TENSORS}, {
@@ -57,8 +75,8 @@ def test_a_model_computes_its_numbers(
 ) -> None:
     """Log-probabilities are those of transformers with the format's numbers, to float32's rounding, by the fused
     decoder where it knows the architecture."""
-    model = write_model(tmp_path / "model.gguf", family, kinds, **more, **SMALL, **changes)
-    actual = scores_of(tmp_path, must_fuse=family not in ("ministral3", "glm4", "gpt_oss"))
+    model = write_model(tmp_path / "model.gguf", family, kinds, **more, **{**SMALL, **changes})
+    actual = scores_of(tmp_path, must_fuse=family not in ("gemma4_text", "ministral3", "glm4", "gpt_oss"))
     assert np.abs(actual - scores_of_transformers(model)).max() < 1e-4
 
 
@@ -96,6 +114,23 @@ def test_what_files_of_gemma_do_not_say(tmp_path: Path) -> None:
     assert fields["query_pre_attn_scalar"] == 16
 
 
+def test_files_of_gemma_4_say_more_than_they_need(tmp_path: Path) -> None:
+    """Layers that read the keys of others have keys in files all the same, which nobody reads; and tokens that must not
+    be said are in none."""
+    path, unused = tmp_path / "model.gguf", floats("f32", np.full((256, 256), np.nan))
+    more = {f"blk.3.{name}.weight": unused for name in ("attn_k", "attn_v", "attn_k_norm")}
+    model = write_model(path, "gemma4_text", ("f16",), more_tensors=more, **GEMMA_4_E)
+    with torch.inference_mode():
+        said = int(model(torch.tensor([[5, 6, 7]])).logits[0, -1].argmax())
+    metadata = {"tokenizer.ggml.suppress_tokens": [said, 300]}
+    write_model(path, "gemma4_text", ("f16",), metadata, more, **GEMMA_4_E)
+    with engine_of(path) as engine:
+        assert engine.generation_defaults == {"suppress_tokens": (said,)}
+        (output,) = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=1, temperature=0), show_progress=False)
+    assert output.outputs[0].token_ids[0] != said
+    assert diagnosis(str(path))["sampling"].endswith(f": suppress_tokens ({said},)")
+
+
 def test_mistral_without_a_temperature_is_mistral(tmp_path: Path) -> None:
     """Files of models before Ministral 3 have the same name of an architecture."""
     metadata = {"mistral3.attention.temperature_scale": None}
@@ -112,6 +147,19 @@ def test_mistral_without_a_temperature_is_mistral(tmp_path: Path) -> None:
     ("qwen3_moe", {"qwen3moe.expert_count": None}, {}, "expert_count is None, needed is a size"),
     ("gpt_oss", {"gpt-oss.expert_count": 3}, {}, r"is of shape \[4, .*needed is \[3, "),
     ("gemma3_text", {}, {"rope_freqs.weight": floats("f32", np.ones(32))}, "rope_freqs.weight is no tensor"),
+    ("gemma4_text", {"gemma4.expert_count": 128}, {}, "its expert_count is 128"),
+    ("gemma4_text", {"gemma4.attention.sliding_window_pattern": [False, True]}, {}, "needed is false for the last"),
+    ("gemma4_text", {"gemma4.attention.sliding_window_pattern": 2}, {}, "needed is true or false for each of 2"),
+    ("gemma4_text", {"gemma4.attention.shared_kv_layers": 1}, {}, "no kind of layers that only reads"),
+    ("gemma4_text", {"gemma4.attention.shared_kv_layers": 2}, {}, "shared_kv_layers is 2, needed is at most 1"),
+    ("gemma4_text", {"gemma4.attention.head_count_kv": [2, 3]}, {}, "one number for each kind of layers, and divisors"),
+    ("gemma4_text", {"gemma4.attention.head_count_kv": [2, 2, 2]}, {}, "or one for each of 2 layers"),
+    ("gemma4_text", {"gemma4.feed_forward_length": [512, 1024]}, {}, "needed is one size, and one or twice that"),
+    ("gemma4_text", {"gemma4.rope.dimension_count_swa": 32}, {}, "dimension_count_swa is 32, needed is 64"),
+    ("gemma4_text", {"gemma4.rope.scaling.type": "linear", "gemma4.rope.scaling.factor": 2.0}, {}, "needed is none"),
+    ("gemma4_text", {}, {"rope_freqs.weight": floats("f32", np.full(256, 8.0))}, "has other values than 1"),
+    ("gemma4_text", {"tokenizer.ggml.suppress_tokens": ["a"]}, {}, "needed are ids of tokens"),
+    ("llama", {"llama.feed_forward_length": [512, 512]}, {}, "needed is a size"),
     ("gemma3_text", {"gemma3.attention.sliding_window_pattern": [1, 0]}, {}, r"pattern is \[1, 0\], needed is a size"),
     ("phi3", {"phi3.rope.dimension_count": 63}, {}, "rope.dimension_count is 63, and its heads are of 64"),
     ("phi3", {"phi3.rope.scaling.type": "longrope"}, {}, "needed are rope_factors_long.weight and rope_factors_short"),
@@ -123,7 +171,11 @@ def test_what_is_not_understood_is_refused(
     family: str, metadata: dict[str, Any], tensors: dict[str, Tensor], message: str, tmp_path: Path
 ) -> None:
     """It is named before a tensor is read."""
-    path, changes = str(tmp_path / "model.gguf"), {"rope_parameters": MINISTRAL} if family == "ministral3" else {}
+    changes: dict[str, Any] = {
+        "ministral3": {"rope_parameters": MINISTRAL},
+        "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0},
+    }.get(family, {})
+    path = str(tmp_path / "model.gguf")
     write_model(tmp_path / "model.gguf", family, MIXED, metadata, tensors, **SMALL, **changes)
     with pytest.raises(ModelNotSupported, match=message):
         load_stored(path, stored_format(path), torch.float32, trust_remote_code=False)  # type: ignore[arg-type]
