@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -26,7 +26,13 @@ from pagedcore.models.checkpoints.gguf_file import GGUFFile
 from pagedcore.models.checkpoints.gguf_metadata import Metadata
 from pagedcore.models.checkpoints.stored_experts import PARTS, put_experts
 from pagedcore.models.linears.packed_experts import matrices_of_experts
-from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredMatrices, StoredWeight, refusal
+from pagedcore.models.linears.stored_weight import (
+    QuantizedWeight,
+    StoredMatrices,
+    StoredWeight,
+    alternating,
+    refusal,
+)
 
 _SIZES: Final = {
     "embedding_length": "hidden_size", "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
@@ -134,11 +140,7 @@ class GGUF:
         if kind.decode is None:
             return None
         order = self._order(f"{name}.weight", shape[0])
-        return StoredWeight(
-            scheme_of(kind.bits), shape, dtype, shape[1] // kind.size * kind.num_groups, [rows],
-            lambda: kind.weight(rows if order is None else rows[order], name), has_least=kind.has_least,
-            has_halves=kind.has_halves, codebook=kind.codebook,
-        )
+        return _stored(kind, [rows], shape, dtype, lambda: kind.weight(rows if order is None else rows[order], name))
 
     def numbers(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor's numbers: mapped, as ``expect``, or decoded from blocks to float32 and rounded to ``dtype``,
@@ -195,7 +197,7 @@ class GGUF:
         experts; return how many.
 
         Raises:
-            ModelNotSupported: tensors have other shapes than the model, are numbers, or two of a kind differ in type.
+            ModelNotSupported: tensors have other shapes than the model, or are numbers.
         """
         count = 0
         for name, module in model.named_modules():
@@ -209,16 +211,20 @@ class GGUF:
         own = self._names_of(name)
         each = num_outputs // len(own)
         found = [self._rows_of(one, (num_experts, each, num_inputs)) for one in own]
-        kind = found[0][0]
-        if kind.decode is None or any(other is not kind for other, _ in found):
-            raise refusal(f"{own[0]} is of the type {kind.name}, needed is one of blocks for all of {name}")
+        for one, (kind, _) in zip(own, found, strict=True):
+            if kind.decode is None:
+                raise refusal(f"{one} is of the type {kind.name}, needed is one of blocks")
+        kind, is_uniform = found[0][0], len({kind.name for kind, _ in found}) == 1
         for number in range(num_experts):
-            parts = [rows[number * each :][:each] for _, rows in found]
-            yield StoredWeight(
-                scheme_of(kind.bits), (num_outputs, num_inputs), dtype, num_inputs // kind.size * kind.num_groups,
-                parts, partial(_alternating, kind, parts, name), has_least=kind.has_least,
-                has_halves=kind.has_halves, codebook=kind.codebook,
-            )
+            parts = [(other, rows[number * each :][:each]) for other, rows in found]
+            if is_uniform:
+                some = [rows for _, rows in parts]
+                yield _stored(kind, some, (num_outputs, num_inputs), dtype, partial(_alternating, kind, some, name))
+                continue
+            yield alternating([
+                _stored(other, [rows], (each, num_inputs), dtype, partial(other.weight, rows, name))
+                for other, rows in parts
+            ])
 
     def require_names(self, names: Iterable[str]) -> None:
         """Refuse a file with other tensors than a model that has these.
@@ -347,6 +353,16 @@ class GGUF:
                 raise refusal(f"its {name}_token_id is {str(value)[:80]}, with a vocabulary of {vocab_size}")
         return {"bos_token_id": known.get("bos"),
                 "eos_token_id": sorted({known[name] for name in _ENDS if name in known}) or None}
+
+
+def _stored(
+    kind: BlockType, tensors: Sequence[torch.Tensor], shape: tuple[int, int], dtype: torch.dtype,
+    read: Callable[[], QuantizedWeight],
+) -> StoredWeight:
+    return StoredWeight(
+        scheme_of(kind.bits), shape, dtype, shape[1] // kind.size * kind.num_groups, tensors, read,
+        has_least=kind.has_least, has_halves=kind.has_halves, codebook=kind.codebook,
+    )
 
 
 def _alternating(kind: BlockType, parts: Sequence[torch.Tensor], name: str) -> QuantizedWeight:

@@ -22,7 +22,7 @@ def may_take_int8_rows(stored: str, wanted: str) -> bool:
 def take_int8_rows(model: Any, wanted: str) -> None:
     """Let the products of a model's stored int4 weights take int8 rows, before these are packed.
 
-    Weights of other bits, and values that are numbers of a codebook, stay what they are.
+    Weights of other bits, of parts of several types, and values that are numbers of a codebook, stay what they are.
 
     Raises:
         InvalidConfig: there is no weight that can.
@@ -45,4 +45,5 @@ def take_int8_rows(model: Any, wanted: str) -> None:
 
 def _can(weight: StoredWeight) -> bool:
     is_int4 = weight.scheme == _OF_FILES and weight.decode is None and weight.look_up is None and not weight.codebook
-    return is_int4 and fits(SCHEMES[_WITH_ROWS], weight.shape[1], weight.num_groups)
+    # Why not parts: some of them may be of other bits.
+    return is_int4 and not weight.parts and fits(SCHEMES[_WITH_ROWS], weight.shape[1], weight.num_groups)

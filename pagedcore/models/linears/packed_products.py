@@ -1,7 +1,8 @@
 """Products of linear layers as a file describes them, and made again of packed weights without a look at numbers.
 
 Owns the three kinds of entries: a packed weight of the kernels, one whose inputs are in another order, and several side
-by side. An entry is plain data; its tensors have names of their own. Read ``stored_weight.py`` for the products.
+by side or in turn. An entry is plain data; its tensors have names of their own. Read ``stored_weight.py`` for the
+products.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from pagedcore.errors import ModelNotSupported
-from pagedcore.models.linears.stored_weight import JoinedMatmul, ReorderedMatmul
+from pagedcore.models.linears.stored_weight import JoinedMatmul, ReorderedMatmul, shares_of
 from pagedcore.protocols import Matmul
 from pagedcore_kernels.cpu.matmul import packed, packed_grouped, packed_int8
 from pagedcore_kernels.cpu.matmul.packed_weight import PackedWeight
@@ -44,7 +45,8 @@ def describe_product(product: Any, name: str) -> tuple[Entry, Tensors]:
     """
     if isinstance(product, JoinedMatmul):
         described = [describe_product(part, f"{name}#{number}") for number, part in enumerate(product.products)]
-        return ({"parts": [entry for entry, _ in described]},
+        turns = {"alternates": True} if product.alternates else {}
+        return ({"parts": [entry for entry, _ in described], **turns},
                 {key: tensor for _, tensors in described for key, tensor in tensors.items()})  # fmt: skip
     if isinstance(product, ReorderedMatmul):
         entry, tensors = describe_product(product.product, name)
@@ -65,8 +67,8 @@ def product_of(
     Raises:
         ModelNotSupported: the entry is none, or not of this shape [out, in].
     """
-    if isinstance(entry, dict) and entry.keys() == {"parts"}:
-        return _joined(entry["parts"], name, shape, bias, tensor)
+    if isinstance(entry, dict) and "parts" in entry and entry.keys() <= {"parts", "alternates"}:
+        return _joined(entry["parts"], name, shape, bias, tensor, alternates=entry.get("alternates") is True)
     entry = dict(entry) if isinstance(entry, dict) else {}
     is_reordered, layout, facts = entry.pop("is_reordered", False), entry.get("layout"), entry.get("facts")
     is_known = entry.keys() == {"layout", "outputs", "inputs", "rows", "facts"} and isinstance(layout, str)
@@ -89,14 +91,16 @@ def product_of(
 
 
 def _joined(
-    entries: Any, name: str, shape: tuple[int, int], bias: torch.Tensor | None, tensor: Callable[[str], torch.Tensor]
+    entries: Any, name: str, shape: tuple[int, int], bias: torch.Tensor | None, tensor: Callable[[str], torch.Tensor],
+    *, alternates: bool,
 ) -> Matmul:
     is_list = isinstance(entries, list) and 1 < len(entries) <= _MOST_PARTS
     sizes: list[Any] = [one.get("outputs") if isinstance(one, dict) else None for one in entries] if is_list else []
-    if not sizes or not all(type(size) is int and size > 0 for size in sizes) or sum(sizes) != shape[0]:
+    is_known = bool(sizes) and all(type(size) is int and size > 0 for size in sizes) and sum(sizes) == shape[0]
+    if not is_known or (alternates and len(set(sizes)) > 1):
         raise ModelNotSupported(f"model: its packed weight {name[:80]!r} is of parts that are not {shape} together.")
-    biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+    biases = shares_of(bias, sizes, alternates=alternates)
     return JoinedMatmul([
         product_of(one, f"{name}#{number}", (size, shape[1]), share, tensor)
         for number, (one, size, share) in enumerate(zip(entries, sizes, biases, strict=True))
-    ])
+    ], alternates=alternates)

@@ -93,6 +93,8 @@ class StoredWeight:
     """Returns the numbers [out, in] of a weight that is none of a scheme, in ``dtype``; ``read`` is of no use then."""
     parts: Sequence[StoredWeight] = ()
     """Weights of several layouts whose outputs are this one's; ``read`` is of no use then."""
+    alternates: bool = False
+    """Whether outputs of the parts take turns, and are not one behind the other."""
     ready: Callable[[str, tuple[int, int], torch.Tensor | None], Matmul] | None = None
     """``(name, shape, bias) -> product`` of a weight that is packed already; ``read`` is of no use then."""
     name: str = ""
@@ -148,9 +150,9 @@ class StoredWeight:
         if self.ready is not None:
             return self.ready(self.name, self.shape, bias)
         if self.parts:
-            sizes = [part.shape[0] for part in self.parts]
-            biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
-            return JoinedMatmul([part.product(share) for part, share in zip(self.parts, biases, strict=True)])
+            biases = shares_of(bias, [part.shape[0] for part in self.parts], alternates=self.alternates)
+            products = [part.product(share) for part, share in zip(self.parts, biases, strict=True)]
+            return JoinedMatmul(products, alternates=self.alternates)
         weight = self.read()
         made = packed_product(
             SCHEMES[self.scheme], weight.values, weight.scales, weight.zeros, bias, self.dtype, weight.codebook
@@ -217,12 +219,34 @@ def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
     )
 
 
-class JoinedMatmul:
-    """Products of one row with weights of several layouts, side by side."""
+def alternating(weights: Sequence[StoredWeight]) -> StoredWeight:
+    """Return weights of any layouts and one shape [out, in] as one whose outputs take turns."""
 
-    def __init__(self, products: Sequence[Matmul]) -> None:
-        """Take products of rows of one format and one size."""
-        self.products = products
+    def read() -> QuantizedWeight:
+        raise TypeError("a weight of several layouts has no values of one")
+
+    first, num_outputs = weights[0], sum(weight.shape[0] for weight in weights)
+    return StoredWeight(
+        first.scheme, (num_outputs, first.shape[1]), first.dtype, first.num_groups,
+        [tensor for weight in weights for tensor in weight.tensors], read, parts=weights, alternates=True,
+    )
+
+
+def shares_of(bias: torch.Tensor | None, sizes: Sequence[int], *, alternates: bool) -> Sequence[torch.Tensor | None]:
+    """Return the bias [out] of each of several weights, whose outputs may take turns; ``None``: there is none."""
+    if bias is None:
+        return [None] * len(sizes)
+    if alternates:
+        return [bias[place :: len(sizes)].contiguous() for place in range(len(sizes))]
+    return torch.split(bias, list(sizes))
+
+
+class JoinedMatmul:
+    """Products of one row with weights of several layouts, side by side, or output by output in turn."""
+
+    def __init__(self, products: Sequence[Matmul], *, alternates: bool = False) -> None:
+        """Take products of rows of one format and one size, of as many outputs each if they take turns."""
+        self.products, self.alternates = products, alternates
         for product in products:
             move_to_huge_pages(*product.memory)
         self.weight = products[0].weight
@@ -231,7 +255,8 @@ class JoinedMatmul:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply; see ``Matmul``."""
-        return torch.cat([product(rows) for product in self.products], dim=1)
+        outputs = [product(rows) for product in self.products]
+        return torch.stack(outputs, dim=2).flatten(1) if self.alternates else torch.cat(outputs, dim=1)
 
 
 class StoredMatrices(tuple[StoredWeight, ...]):

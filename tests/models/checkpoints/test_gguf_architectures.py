@@ -12,9 +12,11 @@ import torch
 from pagedcore import SamplingParams
 from pagedcore.cli.doctor import diagnosis
 from pagedcore.cli.size import size_model
+from pagedcore.convert.packing import pack
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.quantized import load_stored, stored_format
+from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore_kernels.cpu.matmul.packed_grouped import form_of_grouped_product
 from support.gguf_files import MIXED, Tensor, floats, write_model
 from support.scores import engine_of, scores_of, scores_of_transformers
@@ -80,15 +82,21 @@ def test_a_model_computes_its_numbers(
     assert np.abs(actual - scores_of_transformers(model)).max() < 1e-4
 
 
-@pytest.mark.parametrize("kinds", [("q4_k", "q6_k"), ("q8_0", "q4_0")])
-def test_gates_of_experts_may_be_of_another_type(kinds: tuple[str, str], tmp_path: Path) -> None:
-    """Each half is a product of its own type, and counts what that takes."""
+@pytest.mark.parametrize(("family", "kinds"), [
+    ("qwen3_moe", ("q4_k", "q6_k")), ("qwen3_moe", ("q8_0", "q4_0")), ("gpt_oss", ("mxfp4", "q8_0")),
+])
+def test_gates_of_experts_may_be_of_another_type(family: str, kinds: tuple[str, str], tmp_path: Path) -> None:
+    """Each half is a product of its own type, and counts what that takes; outputs of those of gpt-oss take turns, with
+    their biases, from packed weights too."""
     path = tmp_path / "model.gguf"
-    model = write_model(path, "qwen3_moe", ("q8_0",), kinds_of_experts=kinds, num_hidden_layers=2)
-    assert np.abs(scores_of(path) - scores_of_transformers(model)).max() < 2e-3
+    model = write_model(path, family, ("q8_0",), kinds_of_experts=kinds, num_hidden_layers=2)
+    scores = scores_of(path)
+    assert np.abs(scores - scores_of_transformers(model)).max() < 2e-3
+    assert pack(str(path), None, create_plugin_manager().registry.load, dtype="float32").is_file()
+    assert (scores_of(path) == scores).all()
     sizes = {}
     for some in (kinds, kinds[:1] * 2, kinds[1:] * 2):
-        write_model(path, "qwen3_moe", ("q8_0",), kinds_of_experts=some, num_hidden_layers=2)
+        write_model(path, family, ("q8_0",), kinds_of_experts=some, num_hidden_layers=2)
         sizes[some] = size_model(path).weight_bytes
     # Why twice: matrices of the way down are of the first type too.
     assert 3 * sizes[kinds] == pytest.approx(2 * sizes[kinds[:1] * 2] + sizes[kinds[1:] * 2], rel=0.01)
