@@ -83,6 +83,7 @@ def gguf(family: str, *kinds: str) -> Callable[[Path], Path]:
 
 MODELS = {
     # Queries, keys and values are one product, with a bias; the embedding reads the output layer's rows.
+    "buffers of a model in it": from_float("gemma3n_text"),
     "float, fused": from_float("qwen2", tie_word_embeddings=True), "transposed matrices": from_float("gpt2"),
     "experts and a router": from_float("gpt_oss"), "a layer in float32": from_float("hunyuan_v1_moe"),
     "int8 rows for tokens": converted("w8a8", "qwen2", tie_word_embeddings=True),

@@ -7,6 +7,7 @@ Owns which tensors become its parameters: those of a loaded wrapper are shared w
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +71,19 @@ def language_model_of(model: PreTrainedModel) -> PreTrainedModel:
 def compute_buffers(model: Any) -> None:
     """Compute the buffers that no file holds as transformers does it when it loads: by initialising their modules.
 
-    Parameters have no memory yet, so that nothing happens to them.
+    Parameters have no memory yet, so that nothing happens to them. A module is initialised by the nearest of the models
+    that it is in, as there: another one may not know it.
     """
-    for module in model.modules():
+    for module, owner in _with_models(model, model):
         for name in module._non_persistent_buffers_set:
             module._buffers[name] = torch.empty_like(module._buffers[name], device="cpu")
         if module._non_persistent_buffers_set:
-            model._init_weights(module)
+            owner._init_weights(module)
+
+
+def _with_models(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every module in this one, and the model that initialises it."""
+    owner = module if hasattr(module, "_init_weights") else owner
+    yield module, owner
+    for child in module.children():
+        yield from _with_models(child, owner)
