@@ -55,6 +55,16 @@ SCHEMES: Final[Mapping[str, Scheme]] = {
 }
 """By the name that ``EngineConfig.quantization`` has; that also takes "none"."""
 
+GROUPS_OF_BYTES: Final = "w8a8-groups"
+STORED_SCHEMES: Final[Mapping[str, Scheme]] = {
+    **SCHEMES,
+    GROUPS_OF_BYTES: Scheme(
+        bits=8, quantizes_rows=True, has_groups=True,
+        summary="int8 weights of a file, and int8 rows, with a scale for each of the file's groups of inputs",
+    ),
+}
+"""Those that a weight of a file may have; nothing is quantised by the last one, which w4a8 makes of such a weight."""
+
 
 def scheme_of(bits: int, *, quantizes_rows: bool = False) -> str:
     """Return the name of the first scheme with such weights and rows; none of those that choose."""

@@ -20,10 +20,10 @@ from support.products import require_same_bits_in_any_company
 
 pytestmark = pytest.mark.skipif(form_of_byte_groups(16) is None, reason="no such vectors")
 CHUNK = CHUNK_UNITS * UNIT
-#: By kind of weight: outputs, inputs and groups. Groups of one tile, of chunks and a rest, and of half a tile.
+#: Bits, kind of weight: outputs, inputs and groups. Groups of one tile, of chunks and a rest, and of half a tile.
 CASES = [
-    ("symmetric", (130, 128, 2)), ("zeros", (63, 2 * (CHUNK + 64), 2)), ("zeros", (65, 96, 3)),
-    ("least", (3, 2 * (CHUNK + 96), 2)),
+    (4, "symmetric", (130, 128, 2)), (4, "zeros", (63, 2 * (CHUNK + 64), 2)), (4, "zeros", (65, 96, 3)),
+    (4, "least", (3, 2 * (CHUNK + 96), 2)), (8, "symmetric", (65, 2 * (CHUNK + 96), 2)),
 ]  # fmt: skip
 
 
@@ -49,10 +49,10 @@ def tiles(machine: emulated_tiles.EmulatedTiles) -> Iterator[emulated_tiles.Emul
     assert machine.num_threads_in_use == 0
 
 
-@pytest.mark.parametrize(("kind", "shape"), CASES, ids=str)
-def test_products(tiles: emulated_tiles.EmulatedTiles, kind: str, shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("bits", "kind", "shape"), CASES, ids=str)
+def test_products(tiles: emulated_tiles.EmulatedTiles, bits: int, kind: str, shape: tuple[int, int, int]) -> None:
     """Every bit is that of integers in NumPy, for tiles of rows, one or more, whole or not."""
-    weight = weight_of(4, shape, kind)
+    weight = weight_of(bits, shape, kind)
     product = product_of(weight)
     for num_rows in (0, 1, 2, 17, 33, 65):
         tiles.executed.clear()

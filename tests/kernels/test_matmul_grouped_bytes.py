@@ -1,4 +1,4 @@
-"""Products of int8 rows with weights of 4 bits in groups: integers in NumPy, bit for bit, on every processor."""
+"""Products of int8 rows with weights of 4 and 8 bits in groups: integers in NumPy, bit for bit, on every processor."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
         return GROUP_MATRIX_UNITS
     if request.param == BYTES and form_of_byte_groups(16) != BYTES:
         pytest.skip("no such instruction")
-    monkeypatch.setattr(packed_grouped, "form_of_byte_groups", lambda group_inputs: request.param)
+    monkeypatch.setattr(packed_grouped, "form_of_byte_groups", lambda group_inputs, bits: request.param)
     monkeypatch.setattr(packed_grouped, "tiles_of_byte_groups", lambda group_inputs: None)
     return int(request.param)
 
@@ -70,13 +70,14 @@ def expected(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
     return torch.from_numpy(total + weight.bias.numpy()).to(rows.dtype)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [
-    ("symmetric", torch.float32), ("symmetric", torch.bfloat16), ("zeros", torch.float32), ("least", torch.float32),
+@pytest.mark.parametrize(("bits", "kind", "dtype"), [
+    (4, "symmetric", torch.float32), (4, "symmetric", torch.bfloat16), (4, "zeros", torch.float32),
+    (4, "least", torch.float32), (8, "symmetric", torch.float32), (8, "least", torch.float32),
 ], ids=str)  # fmt: skip
-def test_products(form: int, kind: str, dtype: torch.dtype) -> None:
+def test_products(form: int, bits: int, kind: str, dtype: torch.dtype) -> None:
     """Every bit is that of integers in NumPy, for groups and rows of all sizes."""
     for shape in SHAPES:
-        weight = weight_of(4, shape, kind)
+        weight = weight_of(bits, shape, kind)
         product = product_of(weight, dtype)
         for num_rows in NUMBERS_OF_ROWS:
             rows = rows_of(num_rows, shape[1], dtype)
@@ -93,12 +94,13 @@ def test_scales_in_halves_have_the_bits_of_float32(form: int) -> None:
 
 def test_the_largest_sums_do_not_overflow(form: int) -> None:
     """The largest magnitudes of both signs, in int16 for 32 inputs and in int32 for as many as a group may have."""
-    for value, zero, sign in ((7, -8, 1), (-8, 8, -1), (-8, 8, 1)):
-        values = torch.full((3, MOST_BYTE_GROUP_INPUTS), value, dtype=torch.int8)
-        zeros = torch.full((3, 1), zero, dtype=torch.int8)
-        product = PackedGroupedMatmul(values, torch.ones(3, 1), zeros, 4, None, torch.float32, quantizes_rows=True)
-        rows = torch.full((2, MOST_BYTE_GROUP_INPUTS), 127.0 * sign)
-        wanted = float(np.float32(127 * sign * (value - zero) * MOST_BYTE_GROUP_INPUTS))
+    for bits, value, zero, sign in ((4, 7, -8, 1), (4, -8, 8, -1), (4, -8, 8, 1), (8, -128, 0, 1), (8, 127, 0, -1)):
+        num_inputs = MOST_BYTE_GROUP_INPUTS[bits]
+        values = torch.full((3, num_inputs), value, dtype=torch.int8)
+        zeros = torch.full((3, 1), zero, dtype=torch.int8) if bits == 4 else None
+        product = PackedGroupedMatmul(values, torch.ones(3, 1), zeros, bits, None, torch.float32, quantizes_rows=True)
+        rows = torch.full((2, num_inputs), 127.0 * sign)
+        wanted = float(np.float32(127 * sign * (value - zero) * num_inputs))
         assert product(rows).tolist() == [[wanted] * 3] * 2
 
 
@@ -125,8 +127,8 @@ def test_a_broken_group_breaks_its_row_alone(form: int) -> None:
 def digest_of_products() -> str:
     """A checksum over outputs, for few rows and many, each number of which has the same bits."""
     digest = hashlib.sha256()
-    for shape in (63, 96, 6), (130, 608, 2), (70, 320, 8):
-        product, rows = product_of(weight_of(4, shape, "symmetric")), rows_of(70, shape[1])
+    for bits, shape in (4, (63, 96, 6)), (4, (130, 608, 2)), (4, (70, 320, 8)), (8, (70, 192, 6)):
+        product, rows = product_of(weight_of(bits, shape, "symmetric")), rows_of(70, shape[1])
         whole = product(rows)
         assert all(torch.equal(product(rows[:count]), whole[:count]) for count in range(1, 9))
         digest.update(whole.numpy().tobytes())
@@ -174,11 +176,12 @@ def test_another_processor_gets_another_form(monkeypatch: pytest.MonkeyPatch) ->
     assert form_of_byte_groups(16) is None
 
 
-@pytest.mark.parametrize(("bits", "codebook", "num_inputs"), [
-    (8, "", 64), (4, "nf4", 64), (4, "", MOST_BYTE_GROUP_INPUTS + 1),
-])  # fmt: skip
-def test_other_weights_are_refused(bits: int, codebook: str, num_inputs: int) -> None:
+@pytest.mark.parametrize(("bits", "codebook", "num_inputs", "zeros"), [
+    (8, "", 64, torch.ones(3, 1, dtype=torch.int8)), (4, "nf4", 64, None), (4, "", MOST_BYTE_GROUP_INPUTS[4] + 1, None),
+    (8, "", MOST_BYTE_GROUP_INPUTS[8] + 1, None),
+], ids=str)  # fmt: skip
+def test_other_weights_are_refused(bits: int, codebook: str, num_inputs: int, zeros: torch.Tensor | None) -> None:
     """What no such product is made for is an error that names it."""
     values = torch.zeros(3, num_inputs, dtype=torch.int8)
     with pytest.raises(InternalError, match="quantizes_rows: got True"):
-        PackedGroupedMatmul(values, torch.ones(3, 1), None, bits, None, torch.float32, codebook, quantizes_rows=True)
+        PackedGroupedMatmul(values, torch.ones(3, 1), zeros, bits, None, torch.float32, codebook, quantizes_rows=True)

@@ -76,8 +76,9 @@ def fits(scheme: Scheme, num_inputs: int, num_groups: int) -> bool:
     if scheme.sums_whole_rows:
         return packed_int8.form_of_int8_product(num_inputs) is not None
     is_whole = num_groups == 1 or num_inputs % (UNIT * num_groups) == 0
+    size = -(-num_inputs // num_groups)
     return is_whole and (
-        not scheme.quantizes_rows or packed_grouped.form_of_byte_groups(-(-num_inputs // num_groups)) is not None
+        not scheme.quantizes_rows or packed_grouped.form_of_byte_groups(size, scheme.bits) is not None
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from pagedcore.config.schemes import SCHEMES
+from pagedcore.config.schemes import STORED_SCHEMES
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.linears.int8_table import Int8Table
 from pagedcore.models.linears.packed_linear import FASTEST
@@ -69,7 +69,7 @@ class StoredWeight:
     """
 
     scheme: str
-    """Name of a scheme, none of those that choose."""
+    """Name of one of ``STORED_SCHEMES``, none of those that choose."""
     shape: tuple[int, int]
     dtype: torch.dtype
     """Number format of rows and outputs."""
@@ -132,7 +132,7 @@ class StoredWeight:
             return sum(part.num_bytes for part in self.parts)
         if self.decode is not None:
             return self.shape[0] * self.shape[1] * self.dtype.itemsize
-        scheme = SCHEMES[self.scheme]
+        scheme = STORED_SCHEMES[self.scheme]
         if scheme.sums_whole_rows:
             return packed_int8.packed_bytes(*self.shape)
         packed = packed_grouped.packed_bytes(
@@ -155,7 +155,7 @@ class StoredWeight:
             return JoinedMatmul(products, alternates=self.alternates)
         weight = self.read()
         made = packed_product(
-            SCHEMES[self.scheme], weight.values, weight.scales, weight.zeros, bias, self.dtype, weight.codebook
+            STORED_SCHEMES[self.scheme], weight.values, weight.scales, weight.zeros, bias, self.dtype, weight.codebook
         )
         if isinstance(self.look_up, Int8Table):
             self.look_up.share(made)

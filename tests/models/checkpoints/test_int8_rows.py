@@ -1,4 +1,4 @@
-"""Files with weights of 4 bits, computed with rows in int8: their own numbers, nearly, and another model."""
+"""Files with weights of 4 bits, and GGUF files with 8, by rows in int8: nearly their own numbers, and another model."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def test_checkpoints_of_int4_take_int8_rows(kind: str, family: str, tmp_path: Pa
     assert own != other
 
 
-@pytest.mark.parametrize("kinds", [("q4_0", "q4_1"), gguf_files.MIXED], ids=str)
-def test_blocks_of_four_bits_take_int8_rows(kinds: tuple[str, ...], tmp_path: Path) -> None:
-    """Least weights and scales in float16; blocks of other bits beside them keep floating rows."""
+@pytest.mark.parametrize("kinds", [("q4_0", "q4_1"), ("q8_0", "q5_k", "q6_k"), gguf_files.MIXED], ids=str)
+def test_blocks_take_int8_rows(kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """Least weights, scales in float16, groups of 16 inputs; blocks of codebooks beside them keep floating rows."""
     write_model(tmp_path / "model.gguf", "llama", kinds, **SMALL)
     exact, given = scores_of(tmp_path), scores_of(tmp_path, quantization="w4a8")
     assert 0 < np.abs(given - exact).mean() < 0.05 * exact.std()
@@ -54,12 +54,12 @@ def test_blocks_of_four_bits_take_int8_rows(kinds: tuple[str, ...], tmp_path: Pa
 
 
 @pytest.mark.parametrize(("kind", "message"), [
-    ("bnb-nf4", "without weights that are whole numbers of 4 bits"), ("ct-w8a8", "got 'w4a8' for a w8a8 checkpoint"),
-    ("q8_0", "without weights that are whole numbers of 4 bits"),
+    ("bnb-nf4", "without weights that are whole numbers of 4 or 8"), ("ct-w8a8", "got 'w4a8' for a w8a8 checkpoint"),
+    ("iq4_nl", "without weights that are whole numbers of 4 or 8"),
 ])
 def test_other_files_are_refused(kind: str, message: str, tmp_path: Path) -> None:
-    """Numbers of a codebook, and values of 8 bits, have no such products."""
-    if kind == "q8_0":
+    """Numbers of a codebook have no such products, and scales of outputs those of w8a8."""
+    if kind == "iq4_nl":
         write_model(tmp_path / "model.gguf", "llama", (kind,), **SMALL)
     else:
         write_checkpoint(tmp_path, kind)

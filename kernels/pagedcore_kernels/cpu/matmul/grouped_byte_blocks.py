@@ -1,8 +1,9 @@
 """The inner part of products of ``grouped_bytes.py`` on matrix units: the same sums of integers, so the same bits.
 
-A chunk of a group is unpacked to int8, which is tiles of weights; its zero points are subtracted there. When the last
-chunk of a group is multiplied, its sums become float32 and are scaled, as ``grouped_bytes.py`` says. Weights that a
-scale and a least weight make are from 0 to 15, others from -16 to 15. Read ``amx.py`` for the instructions.
+A chunk of a group of 4 bits is unpacked to int8, which is tiles of weights; its zero points are subtracted there. One
+of 8 bits is such tiles as it is. When the last chunk of a group is multiplied, its sums become float32 and are scaled,
+as ``grouped_bytes.py`` says. Weights of 4 bits that a scale and a least weight make are from 0 to 15, others from -16
+to 15. Read ``amx.py`` for the instructions.
 """
 
 from __future__ import annotations
@@ -45,27 +46,28 @@ from pagedcore_kernels.cpu.simd import (
 )
 
 CHUNK_UNITS = 32
-"""Most units of a chunk: as many weights as 16 KiB hold when they are unpacked."""
+"""Most units of a chunk: as many weights as 16 KiB hold in int8."""
 
 _VECTORS, _STEPS_OF_UNIT = PANEL // LANES, UNIT // 4
-_UNIT_BYTES = unit_bytes(4)
 _WHOLE, _BYTES = ir.VectorType(INT32, LANES), ir.VectorType(INT8, 4 * LANES)
 
 
 @njit(inline="always")
 def multiply_byte_blocks_of_chunk(
-    form: int, values: int, halves: int, rows: int, row_bytes: int, num_rows: int, block_rows: int, known: int,
-    known_bytes: int, weights: int, group: int, num_units: int, is_first: int, is_last: int, sums: int, ahead: int,
-    buffer: int, products: int,
+    form: int, bits: int, values: int, halves: int, rows: int, row_bytes: int, num_rows: int, block_rows: int,
+    known: int, known_bytes: int, weights: int, group: int, num_units: int, is_first: int, is_last: int, sums: int,
+    ahead: int, buffer: int, products: int,
 ) -> None:  # fmt: skip
     """``multiply_byte_tiles`` for a chunk of a group, by blocks of rows as ``amx.multiply_blocks`` cuts them.
 
     ``products`` [blocks, block_rows, PANEL] is room for the int32 sums of the group, whose first and last chunk
-    ``is_first`` and ``is_last`` say; ``buffer`` is room for the chunk's weights.
+    ``is_first`` and ``is_last`` say; ``buffer`` is room for the chunk's weights of 4 bits.
     """
-    unpack_bytes(values, halves, weights, group, num_units, buffer)
-    steps, ahead_bytes = num_units * _STEPS_OF_UNIT, num_units * _UNIT_BYTES
-    multiply_blocks(form, rows, row_bytes, num_rows, block_rows, buffer, steps, products, is_first, ahead, ahead_bytes)
+    steps, ahead_bytes, tiles = num_units * _STEPS_OF_UNIT, num_units * PANEL * bits, weights
+    if bits == 4:
+        unpack_bytes(values, halves, weights, group, num_units, buffer)
+        tiles = buffer
+    multiply_blocks(form, rows, row_bytes, num_rows, block_rows, tiles, steps, products, is_first, ahead, ahead_bytes)
     if is_last:
         for block in range((num_rows + block_rows - 1) // block_rows):
             place, row = block * block_rows * SUM_BYTES, min(block * block_rows, num_rows - block_rows)
@@ -89,7 +91,7 @@ def unpack_bytes(
         _, _, w, header, units, target = args
         zeros = [_four_zeros(b, header, v, stand_for, half) for v in range(_VECTORS)]
         with cgutils.for_range(b, units) as loop:
-            place, unpacked = (b.mul(loop.index, int64(size)) for size in (_UNIT_BYTES, _STEPS_OF_UNIT * STEP_BYTES))
+            place, unpacked = (b.mul(loop.index, int64(size)) for size in (unit_bytes(4), _STEPS_OF_UNIT * STEP_BYTES))
             for v, zero in enumerate(zeros):
                 packed = load(b, w, b.add(place, int64(v * LINE)), _WHOLE, 4)
                 for step in range(_STEPS_OF_UNIT):

@@ -1,11 +1,13 @@
-"""The inner part of a product of int8 rows with weights of 4 bits that have scales for groups of inputs, as intrinsics.
+"""The inner part of a product of int8 rows with weights of 4 or 8 bits that have scales for groups, as intrinsics.
 
-A unit of packed weights is as ``grouped_tiles.py`` says, with values that are counted from 0 to 15. Two masks and a
-shift make of it two steps: four unsigned inputs in each of sixteen lanes, which an instruction multiplies with four
-signed inputs of a row. ``grouped_rows.py`` puts a row's inputs in the order that comes of it.
+A unit of packed weights of 4 bits is as ``grouped_tiles.py`` says, with values that are counted from 0 to 15. Two masks
+and a shift make of it two steps: four unsigned inputs in each of sixteen lanes, which an instruction multiplies with
+four signed inputs of a row. ``grouped_rows.py`` puts a row's inputs in the order that comes of it, which units of 8
+bits have too: two steps as ``tiles.py`` has them, of signed values.
 
-Without an instruction that adds four products to an int32, two are added as int16, and those of 32 inputs after that,
-which an int16 holds: 16 * 15 * 127 is below 2**15.
+Without an instruction that adds four products to an int32, two of 4 bits are added as int16, and those of 32 inputs
+after that, which an int16 holds: 16 * 15 * 127 is below 2**15. Values of 8 bits are widened to int16 first, as a sum of
+two could be too large; with the instruction, which takes unsigned weights, they are counted from -128.
 
 Invariant: an output is, over the groups in order, ``fma(float(sum) * row scale, scale, sum before)``, where the sum is
 that of the group's products ``row * (value - zero)``, an exact int32; with least weights comes then
@@ -33,8 +35,11 @@ from pagedcore_kernels.cpu.matmul.grouped_tiles import (
 from pagedcore_kernels.cpu.matmul.tiles import (
     BYTES,
     PANEL,
+    STEP_BYTES,
     SUM_BYTES,
+    WIDENED_BYTES,
     add_four_products,
+    add_products,
     in_parts,
     most_rows_of_tile,
 )
@@ -60,18 +65,19 @@ from pagedcore_kernels.cpu.simd import (
 
 MIDDLE = 8
 """Added to values from -8 to 7 when they are packed."""
+SIGN_OF_BYTES = 128
+"""Added to values of 8 bits where an instruction takes unsigned ones."""
 
 _VECTORS = PANEL // LANES
 _UNITS_OF_WORDS = 4
 """Units whose products an int16 holds the sum of."""
-_UNIT_BYTES = unit_bytes(4)
 _WHOLE, _WORDS = ir.VectorType(INT32, LANES), ir.VectorType(INT16, 2 * LANES)
 
 
 @njit(inline="always")
 def multiply_byte_tiles(
-    form: int, values: int, halves: int, most_sums: int, is_wide: int, rows: int, row_bytes: int, num_rows: int,
-    known: int, known_bytes: int, weights: int, group: int, num_units: int, sums: int, ahead: int,
+    form: int, bits: int, values: int, halves: int, most_sums: int, is_wide: int, rows: int, row_bytes: int,
+    num_rows: int, known: int, known_bytes: int, weights: int, group: int, num_units: int, sums: int, ahead: int,
 ) -> None:  # fmt: skip
     """``multiply_byte_tile`` for any number of rows; the first tile asks for memory ahead."""
     tile_rows = most_rows_of_tile(most_sums)
@@ -80,7 +86,7 @@ def multiply_byte_tiles(
         # Tiles of even sizes: the smaller ones are slower for their size.
         row, end = tile * num_rows // num_tiles, (tile + 1) * num_rows // num_tiles
         multiply_byte_tile(
-            form, values, halves, most_sums, is_wide, rows + row * row_bytes, row_bytes, end - row,
+            form, bits, values, halves, most_sums, is_wide, rows + row * row_bytes, row_bytes, end - row,
             known + row * known_bytes, known_bytes, weights, group, num_units, sums + row * SUM_BYTES,
             ahead if tile == 0 else 0,
         )  # fmt: skip
@@ -90,6 +96,7 @@ def multiply_byte_tiles(
 def multiply_byte_tile(
     typing: Typing,
     form: Any,
+    bits: Any,
     values: Any,
     halves: Any,
     most_sums: Any,
@@ -107,13 +114,15 @@ def multiply_byte_tile(
 ) -> Any:
     """sums[num_rows, PANEL] += the products of a group, as the module's first lines say.
 
-    Literal: form, values, halves (whether scales and least weights are float16), most_sums (vectors of sums in
+    Literal: form, bits, values, halves (whether scales and least weights are float16), most_sums (vectors of sums in
     registers at once), is_wide (vectors of 512 bits are there); there is code for each ``num_rows``. ``known`` is the
     address of scale and sum of each row's group, ``known_bytes`` apart, and ``group`` that of the weights' header. As
     many bytes from ``ahead`` on as weights have are asked for, unless it is 0.
     """
-    literals = (form, values, halves, most_sums, is_wide)
-    kind, stand_for, half, most, wide = (literal.literal_value for literal in literals)
+    literals = (form, bits, values, halves, most_sums, is_wide)
+    kind, num_bits, stand_for, half, most, wide = (literal.literal_value for literal in literals)
+    bytes_of_unit, is_exact = unit_bytes(num_bits), kind == BYTES or num_bits == 8
+    offset = SIGN_OF_BYTES * (kind == BYTES) if num_bits == 8 else 0 if stand_for == WITH_LEAST else MIDDLE
     lanes = LANES if wide and kind == BYTES else LANES // 2
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
@@ -126,25 +135,30 @@ def multiply_byte_tile(
                                  for start, step in ((x, stride), (of_rows, known_stride)))
             sums_of_rows = [load(b, one, 4, INT32, 4) for one in of_groups]
             zeros = {v: load_zeros(b, header, v, half) if stand_for == WITH_ZEROS else None for v in vectors}
-            totals = {(m, v): cgutils.alloca_once_value(b, _first_sum(b, sums_of_rows[m], stand_for, zeros[v]))
+            totals = {(m, v): cgutils.alloca_once_value(b, _first_sum(b, sums_of_rows[m], offset, zeros[v]))
                       for m, v in places}
 
             def add_unit(number: Value, totals: Any) -> None:
-                place = b.mul(number, int64(_UNIT_BYTES))
+                place = b.mul(number, int64(bytes_of_unit))
                 if vectors.start == 0:
                     with b.if_then(asks):
-                        for line in range(0, _UNIT_BYTES, LINE):
+                        for line in range(0, bytes_of_unit, LINE):
                             prefetch_line(b, next_memory, b.add(place, int64(line)))
                 packed = {v: load(b, w, b.add(place, int64(v * LINE)), _WHOLE, 4) for v in vectors}
                 for step in range(UNIT // 4):
-                    weight = {v: four_values(b, packed[v], step) for v in vectors}
+                    if num_bits == 4:
+                        weight = {v: four_values(b, packed[v], step) for v in vectors}
+                    else:
+                        here = b.add(place, int64(step * STEP_BYTES))
+                        weight = {v: _four_bytes(b, kind, w, b.add(here, int64(v * LINE))) for v in vectors}
                     for m in range(count):
-                        offset = b.add(b.mul(number, int64(UNIT)), int64(4 * step))
-                        inputs = splat(b, load(b, starts[m], offset, INT32, 1))
+                        of_step = b.add(b.mul(number, int64(UNIT)), int64(4 * step))
+                        inputs = splat(b, load(b, starts[m], of_step, INT32, 1))
                         for v in vectors:
-                            b.store(_add(b, kind, lanes, b.load(totals[m, v]), weight[v], inputs), totals[m, v])
+                            after = _add(b, kind, num_bits, lanes, b.load(totals[m, v]), weight[v], inputs)
+                            b.store(after, totals[m, v])
 
-            if kind == BYTES:
+            if is_exact:
                 with cgutils.for_range(b, units) as loop:
                     add_unit(loop.index, totals)
             else:
@@ -180,13 +194,17 @@ def multiply_byte_tile(
     return types.void(*literals, *[types.int64] * 10), codegen
 
 
-def _first_sum(b: Builder, sum_of_row: Value, values: int, zeros: Value | None) -> Value:
-    """Return what is added to the products of values that are counted from 0."""
-    if values == WITH_LEAST:
-        return integer_constant(0, _WHOLE)
+def _first_sum(b: Builder, sum_of_row: Value, offset: int, zeros: Value | None) -> Value:
+    """Return what is added to the products of values to which ``offset`` was added."""
     if zeros is None:
-        return splat(b, b.mul(sum_of_row, ir.Constant(INT32, -MIDDLE)))
-    return b.mul(b.sub(integer_constant(-MIDDLE, _WHOLE), zeros), splat(b, sum_of_row))
+        return splat(b, b.mul(sum_of_row, ir.Constant(INT32, -offset)))
+    return b.mul(b.sub(integer_constant(-offset, _WHOLE), zeros), splat(b, sum_of_row))
+
+
+def _four_bytes(b: Builder, form: int, weights: Value, place: Value) -> Value:
+    """Load four inputs in each lane, unsigned for the instruction that takes them so."""
+    loaded = load(b, weights, place, _WHOLE, 4)
+    return b.xor(loaded, integer_constant(0x80808080, _WHOLE)) if form == BYTES else loaded
 
 
 def four_values(b: Builder, packed: Value, step: int) -> Value:
@@ -195,10 +213,12 @@ def four_values(b: Builder, packed: Value, step: int) -> Value:
     return b.and_(shifted, integer_constant(0x0F0F0F0F, _WHOLE))
 
 
-def _add(b: Builder, form: int, lanes: int, total: Value, weights: Value, inputs: Value) -> Value:
+def _add(b: Builder, form: int, bits: int, lanes: int, total: Value, weights: Value, inputs: Value) -> Value:
     """Emit ``total`` and the products of a step: int32 sums of four, or int16 sums of two."""
     if form == BYTES:
         return add_four_products(b, lanes, total, weights, inputs)
+    if bits == 8:
+        return add_products(b, WIDENED_BYTES, total, weights, inputs)
     some = ir.VectorType(INT8, 4 * LANES)
     products = in_parts(b, "avx2.pmadd.ub.sw", _WORDS, 2 * lanes, *(b.bitcast(one, some) for one in (weights, inputs)))
     return b.add(total, products)

@@ -22,8 +22,9 @@ _UNITS_AT_ONCE = 32
 
 
 def grouped_panels_of(
-    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, kind: int
-) -> torch.Tensor:
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int, kind: int, *,
+    has_steps: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Return uint8 [panels, groups, scales, zero points or least weights, units of a group].
 
     Args:
@@ -32,6 +33,7 @@ def grouped_panels_of(
         zeros: int8, or the format of the scales, [out, groups].
         bits: 4 or 8.
         kind: of ``grouped_tiles``, what values stand for.
+        has_steps: values of 8 bits are steps of four inputs, as ``grouped_bytes.py`` has them.
     """
     if padding := -values.shape[1] % UNIT:
         values = torch.nn.functional.pad(values, (0, padding))
@@ -45,7 +47,7 @@ def grouped_panels_of(
         panels[-1].zero_()
     parameters = ParameterBlock(7)
     parameters.fill(values.data_ptr(), panels.data_ptr(), num_outputs, num_groups, num_units, header)
-    _kernel(bits).run(parameters)
+    _kernel(bits, int(has_steps)).run(parameters)
     panels[:, :, :of_scales] = _by_panel(scales)
     if zeros is not None:
         panels[:, :, of_scales:header] = _by_panel(-zeros if zeros.is_floating_point() else zeros)
@@ -59,7 +61,7 @@ def _by_panel(numbers: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _kernel(bits: int) -> Kernel:
+def _kernel(bits: int, has_steps: int) -> Kernel:
     panel_outputs, units_at_once, unit_inputs = PANEL, _UNITS_AT_ONCE, UNIT
     bytes_of_unit, is_half_a_byte = unit_bytes(bits), int(bits == 4)
 
@@ -81,6 +83,8 @@ def _kernel(bits: int) -> Kernel:
                         source = rows + row * row_bytes + (group * num_units + start) * unit_inputs
                         if is_half_a_byte:
                             _move_nibbles(source, target, row, count)
+                        elif has_steps:
+                            _move_steps(source, target, row, count)
                         else:
                             _move_bytes(source, target, row, count)
             panel = claim(counter)
@@ -105,3 +109,12 @@ def _move_bytes(source: int, target: int, row: int, num_units: int) -> None:
     """Put a row's values, a byte each, side by side with those of the panel's other rows."""
     for place in range(num_units * UNIT):
         store_int8(target, place * PANEL + row, load_int8(source, place))
+
+
+@njit(inline="always")
+def _move_steps(source: int, target: int, row: int, num_units: int) -> None:
+    """Put a row's values into the row's lane of each step, in the order of ``grouped_rows.ORDER_OF_UNIT``."""
+    for unit in range(num_units):
+        for place in range(UNIT):
+            lane = ((unit * UNIT + place) // 4 * PANEL + row) * 4 + place % 4
+            store_int8(target, lane, load_int8(source, unit * UNIT + place // 2 + 4 * (place % 2)))

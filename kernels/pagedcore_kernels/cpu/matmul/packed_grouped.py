@@ -3,8 +3,8 @@
 A weight is ``scale * (value - zero)``, ``scale * value - least``, or ``scale`` times what a codebook says of a value.
 Rows stay what they are, float32 or bfloat16. Few rows are bound by the memory that weights take, so they are unpacked
 in registers; of many rows 64 share what the first few have unpacked. Read ``grouped_tiles.py`` for the arithmetic, and
-``grouped_blocks.py`` for that of processors with matrix units. Or, with weights of 4 bits, each group of a row becomes
-int8 with a scale of its own ("W4A8"): read ``grouped_bytes.py``.
+``grouped_blocks.py`` for that of processors with matrix units. Or each group of a row becomes int8 with a scale of its
+own ("W4A8"): read ``grouped_bytes.py``.
 
 Sums of int8 are exact, so the number of rows may choose between vectors and matrix units: ``grouped_byte_blocks.py``.
 
@@ -100,8 +100,8 @@ _TILE_INPUTS = 2 * TILE_STEPS
 """Inputs that an instruction of matrix units takes."""
 _SIZE_WORDS = 5, 10
 """Words of the parameter block: the number of rows, and the first of the two of ``work_items``."""
-MOST_BYTE_GROUP_INPUTS = 2**20
-"""Most inputs of a group where rows are int8: 127 * 16 times as many is below 2**31."""
+MOST_BYTE_GROUP_INPUTS = {4: 2**20, 8: 2**16}
+"""Most inputs of a group where rows are int8, by bits: 127 * 16 and 127 * 255 times as many are below 2**31."""
 FEWEST_TILE_ROWS = {GROUP_MATRIX_UNITS: 8, HALF_MATRIX_UNITS: 12}
 """Fewest rows in int8 that matrix units multiply. At 6, 8 and 12 rows vectors took 0.9, 1.0 to 1.1, and 1.2 to 1.3 of
 their time with groups of 128 inputs; 0.8, 0.9, and 1.0 to 1.1 with groups of 32 (a Xeon)."""
@@ -120,9 +120,9 @@ def form_of_grouped_product(dtype: torch.dtype, group_inputs: int = 0) -> int | 
     return PAIRS if dtype == torch.bfloat16 and has_instructions("avx512bf16", "avx512bw") else SINGLES
 
 
-def form_of_byte_groups(group_inputs: int) -> int | None:
+def form_of_byte_groups(group_inputs: int, bits: int = 4) -> int | None:
     """Say how products of rows in int8 are computed here whose groups have so many inputs; ``None``: they are not."""
-    if not has_fused_vectors() or not 0 < group_inputs <= MOST_BYTE_GROUP_INPUTS:
+    if not has_fused_vectors() or not 0 < group_inputs <= MOST_BYTE_GROUP_INPUTS[bits]:
         return None
     return BYTES if has_sums_of_four() else WIDENED_BYTES
 
@@ -136,12 +136,12 @@ def tiles_of_byte_groups(group_inputs: int) -> int | None:
 
 
 @cache
-def fewest_tile_rows(form: int, values: int, halves: int, dtype: torch.dtype) -> int:
+def fewest_tile_rows(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) -> int:
     """Return how many rows in int8 matrix units multiply in a form at least; ``NEVER`` if none.
 
     They are first compared with vectors: if one bit differs they are not used, and a warning is logged.
     """
-    if _tiles_agree(form, values, halves, dtype):
+    if _tiles_agree(form, bits, values, halves, dtype):
         return FEWEST_TILE_ROWS[form]
     _log.warning("w4a8 products of %s rows differ between matrix units (AMX) and vectors on this processor; vectors "
                  "compute all of them. Please report it.", dtype)  # fmt: skip
@@ -149,30 +149,32 @@ def fewest_tile_rows(form: int, values: int, halves: int, dtype: torch.dtype) ->
 
 
 def describe_byte_groups() -> str:
-    """Say in words what multiplies weights of 4 bits by rows in int8 here."""
+    """Say in words what multiplies weights in groups by rows in int8 here."""
     form = form_of_byte_groups(UNIT)
     if form is None:
         return "needs an x86 processor with AVX2"
     vectors = "AVX2" if form != BYTES else "AVX-512 VNNI" if has_wide_vectors() else "AVX-VNNI"
     if not may_use_tiles(GROUP_MATRIX_UNITS):
         return vectors
-    if NEVER in (fewest_tile_rows(GROUP_MATRIX_UNITS, WHOLE, 0, dtype) for dtype in (torch.float32, torch.bfloat16)):
+    formats = torch.float32, torch.bfloat16
+    if NEVER in (fewest_tile_rows(GROUP_MATRIX_UNITS, 4, WHOLE, 0, dtype) for dtype in formats):
         return f"{vectors}; AMX gave other bits and is not used, please report it"
     rows = " or ".join(map(str, FEWEST_TILE_ROWS.values()))
     return f"AMX from {rows} rows on, compared here with {vectors}: the same bits"
 
 
-def _tiles_agree(form: int, values: int, halves: int, dtype: torch.dtype) -> bool:
+def _tiles_agree(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) -> bool:
     """Compare matrix units with vectors: panels whole or not, several chunks, blocks of one tile of rows and two."""
     generator, size, of_scales = torch.Generator().manual_seed(0), 4 * steps_of_tile(form), _OF_SCALES[halves]
     for num_outputs, num_inputs, num_groups in (64, 3 * size, 3), (70, 22 * size, 2):
-        least = 0 if values == WITH_LEAST else -MIDDLE
-        numbers = torch.randint(least, least + 16, (num_outputs, num_inputs), generator=generator, dtype=torch.int8)
+        least = 0 if values == WITH_LEAST and bits == 4 else -(2 ** (bits - 1))
+        shape = num_outputs, num_inputs
+        numbers = torch.randint(least, least + 2**bits, shape, generator=generator, dtype=torch.int8)
         scales = torch.randn(num_outputs, num_groups, generator=generator).to(of_scales)
         zeros = {WITH_LEAST: scales.flip(0), WITH_ZEROS: numbers[:, :num_groups]}.get(values)
         rows = torch.randn(65, num_inputs, generator=generator).to(dtype)
         tiles, vectors = (
-            PackedGroupedMatmul(numbers, scales, zeros, 4, None, dtype, quantizes_rows=True, tiles_from=one)
+            PackedGroupedMatmul(numbers, scales, zeros, bits, None, dtype, quantizes_rows=True, tiles_from=one)
             for one in (1, NEVER)
         )
         if not all(torch.equal(tiles(rows[-count:]), vectors(rows[-count:])) for count in (1, 8, 17, 33, 65)):
@@ -208,7 +210,7 @@ class PackedGroupedMatmul(PackedProduct):
         dtype: of rows and outputs, float32 or bfloat16.
         codebook: of ``CODEBOOKS``, by name: number ``values & 15`` of it is in the place of each value of 4 bits,
             rounded to bfloat16 where the processor multiplies pairs of these. "": values are numbers.
-        quantizes_rows: each group of a row becomes int8; with 4 bits and no codebook.
+        quantizes_rows: each group of a row becomes int8; with no codebook, and no zero points that are int8 of 8 bits.
         tiles_from: fewest rows in int8 that matrix units multiply; ``None``: as ``fewest_tile_rows`` says.
 
     A group has a multiple of 8 inputs; only where there is one group for each output may ``in`` be any number.
@@ -227,9 +229,9 @@ class PackedGroupedMatmul(PackedProduct):
         _check(values, scales, zeros, bits, bias)
         if codebook and (codebook not in KIND_OF_CODEBOOK or bits != 4 or zeros is not None):
             raise InternalError(f"codebook: got {codebook!r} for {bits} bits, {'no ' * (zeros is None)}zero points")
-        if quantizes_rows and _kind_of(zeros) != WITH_LEAST:
+        if quantizes_rows and bits == 4 and _kind_of(zeros) != WITH_LEAST:
             values = values + MIDDLE
-        panels = grouped_panels_of(values, scales, zeros, bits, _kind_of(zeros))
+        panels = grouped_panels_of(values, scales, zeros, bits, _kind_of(zeros), has_steps=quantizes_rows)
         kind = KIND_OF_CODEBOOK.get(codebook, _kind_of(zeros))
         name = next(name for name, one in _KINDS.items() if one == kind)
         facts: dict[str, Fact] = {
@@ -253,8 +255,8 @@ class PackedGroupedMatmul(PackedProduct):
         if (num_groups > 1 and self._padding) or (is_of_codebook and bits != 4):
             raise InternalError(f"grouped weight: {self._num_inputs} inputs of {bits} bits in {num_groups} groups")
         size = padded // num_groups
-        form = form_of_byte_groups(size) if quantizes_rows else form_of_grouped_product(dtype, size)
-        if form is None or (quantizes_rows and (bits != 4 or is_of_codebook)):
+        form = form_of_byte_groups(size, bits) if quantizes_rows else form_of_grouped_product(dtype, size)
+        if form is None or (quantizes_rows and (is_of_codebook or (bits == 8 and kind == WITH_ZEROS))):
             raise InternalError(f"quantizes_rows: got {quantizes_rows} for {bits} bits in groups of {size}")
         group_bytes = header_bytes(kind, halves) + size // UNIT * unit_bytes(bits)
         self._panels = packed.tensor("panels", torch.uint8, (self._num_panels, num_groups, group_bytes))
@@ -265,12 +267,12 @@ class PackedGroupedMatmul(PackedProduct):
         self._is_widened = dtype == torch.bfloat16 and form == SINGLES
         self._sizes = num_groups, size // UNIT
         self._quantize = RowGroupQuantizer(dtype, num_groups, size) if quantizes_rows else None
-        self._is_int8_by_output = bits == 8 and num_groups == 1 and kind == WHOLE and not halves
+        self._is_int8_by_output = not quantizes_rows and bits == 8 and num_groups == 1 and kind == WHOLE and not halves
         self._kernel = _kernel(form, bits, kind, halves, dtype)
         tiles = tiles_of_byte_groups(size) if quantizes_rows else None
         self._tiles_from, self._tiles_kernel = NEVER, self._kernel
         if tiles is not None and tiles_from != NEVER:
-            self._tiles_from = fewest_tile_rows(tiles, kind, halves, dtype) if tiles_from is None else tiles_from
+            self._tiles_from = fewest_tile_rows(tiles, bits, kind, halves, dtype) if tiles_from is None else tiles_from
             self._tiles_kernel = _kernel(tiles, bits, kind, halves, dtype)
         self._parameters = ParameterBlock(14)
 
@@ -370,7 +372,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
     has_byte_units, tile_steps = int(form in FEWEST_TILE_ROWS), steps_of_tile(form)
     uses_matrix_units = int(form == MATRIX_UNITS or has_byte_units)
     # Why a whole group: sums of int8 are exact.
-    chunk_units = MOST_BYTE_GROUP_INPUTS if has_bytes else CHUNK_STEPS * inputs_of_step(form) // UNIT
+    chunk_units = MOST_BYTE_GROUP_INPUTS[4] if has_bytes else CHUNK_STEPS * inputs_of_step(form) // UNIT
     chunk_units = CHUNK_UNITS if has_byte_units else chunk_units
     bytes_of_header = header_bytes(values, halves)
     panel_outputs, sum_bytes, least_rows, group_rows = PANEL, SUM_BYTES, _SHARE_ROWS, _GROUP_ROWS
@@ -432,7 +434,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
                         of_group = known + (first_row * num_groups + number) * known_bytes
                         if has_byte_units:
                             multiply_byte_blocks_of_chunk(
-                                form, values, halves, source, row_bytes, count, size, of_group,
+                                form, bits, values, halves, source, row_bytes, count, size, of_group,
                                 num_groups * known_bytes, here, group, units, int(unit == 0),
                                 int(unit + units == num_units), sums, ahead, buffer, products,
                             )
@@ -443,7 +445,7 @@ def _kernel(form: int, bits: int, values: int, halves: int, dtype: torch.dtype) 
                             )
                         elif has_bytes:
                             multiply_byte_tiles(
-                                form, values, halves, most_sums, is_wide, source, row_bytes, count, of_group,
+                                form, bits, values, halves, most_sums, is_wide, source, row_bytes, count, of_group,
                                 num_groups * known_bytes, here, group, units, sums, ahead,
                             )
                         else:
