@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pagedcore.engine.continuous_batcher import Batch, BatchRequest, ContinuousBatcher
     from pagedcore.engine.engine import Engine
     from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
-    from pagedcore.outputs import CompletionOutput, Delta, RequestOutput, TokenLogprobs, TokenText, Usage
+    from pagedcore.outputs import CompletionOutput, Delta, Embedding, RequestOutput, TokenLogprobs, TokenText, Usage
     from pagedcore.plugins.manager import expose
     from pagedcore.requests.infill import Infill
     from pagedcore.requests.request import Request
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "CompletionOutput", "ContinuousBatcher", "Delta",
-    "Engine", "EngineConfig", "Infill", "MemoryBudget", "Request", "RequestOutput", "SamplingParams", "Session",
-    "StructuredOutput", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose",
+    "Embedding", "Engine", "EngineConfig", "Infill", "MemoryBudget", "Request", "RequestOutput", "SamplingParams",
+    "Session", "StructuredOutput", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text",
+    "expose",
 ]
 
 _HOMES: Final = {

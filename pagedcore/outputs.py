@@ -175,6 +175,8 @@ class RequestOutput:
     they are computed. The first is ``None``, because nothing comes before it."""
     client_request_id: str | None = None
     """The caller's own label, ``request_id`` of the door that took the request."""
+    vector: FloatArray | None = field(default=None, compare=False, repr=False)
+    """Of a text that was embedded, once it is computed: as in ``Embedding``."""
 
     def __repr__(self) -> str:
         """Return what fits a notebook: a line, and one for each completion."""
@@ -194,6 +196,28 @@ class RequestOutput:
         for completion in self.outputs:
             if completion.error is not None:
                 raise completion.error
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The vector of one text. NumPy takes it for its vector, and several for a matrix: ``numpy.array(embeddings)``."""
+
+    vector: FloatArray = field(compare=False, repr=False)
+    """float32 [dimensions], read-only."""
+    num_prompt_tokens: int
+    """Tokens of the text, with its prompt and what the tokenizer adds."""
+    num_cached_tokens: int
+    """Of these, the ones whose keys and values were already in the cache."""
+    metrics: RequestMetrics = field(compare=False, repr=False)
+    """When things happened to it."""
+
+    def __array__(self, dtype: object = None, copy: bool | None = None) -> FloatArray:
+        import numpy as np
+
+        return np.array(self.vector, dtype=dtype, copy=copy is not False)  # type: ignore[call-overload,no-any-return]
+
+    def __len__(self) -> int:
+        return len(self.vector)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
 
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
                     NamesVariablePart  DecodesGreedily  HasGenerationConfig  ReturnsHidden
+                    HasEmbeddingDefaults
     Tokenizer       NamesTokens  HasVocabulary
     attention       AttentionRequirements  StoresInt8 (the factory)  ShowsKVPool (the backend)
 """
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from pagedcore.embedding_defaults import EmbeddingDefaults
 from pagedcore.outputs import TokenText
 from pagedcore_kernels.interface import AttentionBackend as AttentionBackend
 from pagedcore_kernels.interface import AttentionFactory as AttentionFactory
@@ -224,6 +226,15 @@ class HasGenerationConfig(Protocol):
     @property
     def generation_config(self) -> Mapping[str, Any]:
         """The fields of ``generation_config.json``, as transformers calls them."""
+
+
+@runtime_checkable
+class HasEmbeddingDefaults(Protocol):
+    """A model backend whose model comes with a way to make vectors of texts; of others it is the usual one."""
+
+    @property
+    def embedding_defaults(self) -> EmbeddingDefaults:
+        """Pooling, prompts and the like."""
 
 
 @runtime_checkable

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pagedcore.config.engine_config import BESIDE_SETTINGS, EngineConfig, own_names
 from pagedcore.config.field_rules import invalid_setting
 from pagedcore.config.limits import MAX_SCORED_BYTES
+from pagedcore.embedding_defaults import EmbeddingDefaults
 from pagedcore.engine.kv_memory import KVMemory, context_length
 from pagedcore.errors import InvalidConfig
 from pagedcore.execution.compute_threads import ComputeThreads
@@ -32,11 +33,13 @@ from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import EngineHooks, create_plugin_manager
 from pagedcore.protocols import (
     DecodesTokens,
+    HasEmbeddingDefaults,
     HasFingerprint,
     HasGenerationConfig,
     HasShortContext,
     ModelFingerprint,
     NamesVariablePart,
+    ReturnsHidden,
     UsesTorchThreads,
 )
 from pagedcore.requests.input_processor import InputProcessor
@@ -139,6 +142,8 @@ def _assemble(
         text, backend.vocab_size, info.max_model_len, kv_cache.device.num_blocks * kv_cache.device.block_size,
         config.waiting_limit, grammars.eos_token_ids, policy.unread_options, grammars, hooks.request_context,
         config.control_tokens_in_chats, defaults,
+        backend.embedding_defaults if isinstance(backend, HasEmbeddingDefaults) else EmbeddingDefaults(),
+        backend.hidden_size if isinstance(backend, ReturnsHidden) else 0,
     )
     scheduler = Scheduler(
         kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,

@@ -18,6 +18,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from pagedcore.config.keywords import refuses_unknown
+from pagedcore.embedding_defaults import Pooling
 from pagedcore.engine.calibration import calibrate
 from pagedcore.engine.step import StepRunner
 from pagedcore.engine.step_report import StepReport
@@ -25,9 +26,10 @@ from pagedcore.engine.wait_log import WaitLog
 from pagedcore.errors import EngineClosed, InternalError, NotPicklable
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.lazy_names import delegate
-from pagedcore.outputs import Delta, Explanation, Quote, RequestOutput
+from pagedcore.outputs import Delta, Embedding, Explanation, Quote, RequestOutput
 from pagedcore.protocols import ChatMessage, Clock, MonotonicClock
 from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options, sampling_advice
+from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, texts_of
 from pagedcore.requests.infill import Infill
 from pagedcore.requests.input_processor import ProcessedRequest, Prompt, is_single
 from pagedcore.requests.observers import EngineObserver
@@ -46,7 +48,8 @@ from pagedcore.sessions.kv_file import KVDirectory
 from pagedcore.sessions.parking import Parking
 from pagedcore.sessions.session import Session, SessionStore
 from pagedcore.tokenizer.chat import Chat
-from pagedcore.tool_calls.chat_reply import KEYWORDS, ChatReply, begin_chat, read_reply
+from pagedcore.tool_calls.chat_reply import KEYWORDS as CHAT_KEYWORDS
+from pagedcore.tool_calls.chat_reply import ChatReply, begin_chat, read_reply
 
 if TYPE_CHECKING:
     from pagedcore.engine.builder import EngineComponents
@@ -248,13 +251,41 @@ class Engine(TextVerbs):
             InvalidRequest: the chat, its tools or its parameters are refused.
             RequestFailed: a completion failed.
         """
-        asked = read_options(options, *KEYWORDS)
+        asked = read_options(options, *CHAT_KEYWORDS)
         prompt, turn = begin_chat(
             self.chat_format, messages, params, tools=tools, tool_choice=tool_choice,
             parallel_tool_calls=parallel_tool_calls, template_arguments=template_arguments,
             reasoning_effort=reasoning_effort)
         (output,) = self._complete([self.input_processor.process(prompt, turn.params, asked)])
         return read_reply(turn, output)
+
+    def embed(
+        self, texts: Text | Iterable[Text], *, pooling: Pooling | None = None, normalize: bool | None = None,
+        dimensions: int | None = None, prompt_name: str | None = None, show_progress: bool | None = None,
+        **options: Unpack[OptionKeywords],
+    ) -> list[Embedding]:
+        """Turn texts into vectors and return them in the same order; other requests advance in the same steps.
+
+        What is ``None`` is as the model's directory says (``modules.json`` of sentence-transformers and what it names),
+        or the last state, of length 1, where it says nothing.
+
+        Args:
+            texts: any number, each text or token ids; one of them is one.
+            pooling: "last" takes the hidden state of the last token, "mean" the mean of all.
+            normalize: whether a vector gets the length 1.
+            dimensions: keep so many of its first numbers, before its length is made 1; for models that were trained so.
+            prompt_name: the one of the model's prompts that is put before each text; "": none.
+            show_progress: as for ``generate``.
+            **options: as for ``add_request``.
+
+        Raises:
+            InvalidRequest: a text or a value is refused, or this model makes no vectors; then none was started.
+            RequestFailed: a text could not be computed.
+        """
+        asked = read_options(options, *KEYWORDS, "show_progress")
+        encoder = TextEncoder.of(self.input_processor, pooling, normalize, dimensions, prompt_name)
+        outputs = self._complete([encoder.process(one, asked) for one in texts_of(texts)], show_progress)
+        return [embedding_of(one) for one in outputs]
 
     def _complete(
         self, processed: Iterable[ProcessedRequest], show_progress: bool | None = False

@@ -161,11 +161,21 @@ def _backend(
     give_back_freed()
     if packed is not None:
         backend.fingerprint = identity_of(packed)
+    _tell_of_embeddings(backend, given, config.trust_remote_code)
     if not is_named and given is not model:
         take_whole(given)
     if stored is not None and has_unpacked(model):
         raise InternalError("a quantised layer was not packed")
     return backend, model
+
+
+def _tell_of_embeddings(backend: TransformersModel, given: Any, trust_remote_code: bool) -> None:
+    """Tell a backend what the directory that its model came from says of embeddings."""
+    from pagedcore.models.checkpoints.sentence_files import read_embedding_defaults
+
+    if isinstance(given, str | os.PathLike) and not is_gguf(given):
+        known = read_embedding_defaults(os.fspath(given), trust_remote_code=trust_remote_code)
+        backend.embedding_defaults = replace(known, generates=backend.embedding_defaults.generates)
 
 
 def _no_packed() -> None:

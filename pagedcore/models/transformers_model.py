@@ -122,11 +122,11 @@ class TransformersModel:
         self._graphed: GraphedSteps | None = None
         ownership.require_free(model)
         supported_models.check(model, self.name, device.kind)
-        self._hidden_size, self.max_model_len = model_facts.hidden_size(model), model_facts.max_model_len(model.config)
-        self.num_short_tokens = model_facts.num_short_tokens(model.config)
-        self.eos_token_ids = model_facts.eos_token_ids(model)
-        self.generation_config = model_facts.generation_fields(model)
+        facts, config = model_facts, model.config
+        self.max_model_len, self.num_short_tokens = facts.max_model_len(config), facts.num_short_tokens(config)
+        self.eos_token_ids, self.generation_config = facts.eos_token_ids(model), facts.generation_fields(model)
         self.fingerprint = model_fingerprint(model, quantization)
+        self.embedding_defaults, self._hidden_size = facts.embedding_defaults(config), facts.hidden_size(model)
         self._scheme = quantization if linears is QUANTIZERS.get(quantization) else ""
         """What weights are quantised by; "" for weights that were when they were loaded, or are not."""
         is_decoded_late = not self._is_quantized and has_unpacked(model)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pagedcore.embedding_defaults import EmbeddingDefaults
 from pagedcore.errors import (
     InvalidGrammar,
     InvalidPrompt,
@@ -84,12 +85,19 @@ class InputProcessor:
     """As ``EngineConfig`` has it."""
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     """The model's own parameters."""
+    embeddings: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
+    """What the model says of vectors of texts."""
+    hidden_size: int = 0
+    """Numbers of a vector; 0: the backend returns no hidden states."""
 
     def process(
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, known: list[int] | None = None
     ) -> ProcessedRequest:
         """Validate and resolve a request, or a turn after the tokens ``known``. Raises as ``Engine.add_request``."""
         if known is None:
+            if not self.embeddings.generates:
+                raise InvalidRequest("model", "one without an output layer", "asked for embeddings, by embed()",
+                                     is_described=True)
             self.check_options(options)
         if type(params) is not SamplingParams:
             params = validate_params(params)
@@ -108,11 +116,7 @@ class InputProcessor:
             limit = f"up to max_num_waiting ({self.max_num_waiting})"
             raise TooManySequences("n" if params.n == num_initial else "best_of", num_initial, limit)
         if isinstance(prompt, str):
-            validation.validate_text(prompt, self.max_model_len)
-            if self.tokenizer is None:
-                raise _needs_tokenizer("text")
-            with _tokenizing():
-                given: object = self.tokenizer.encode(prompt, add_special_tokens=known is None)
+            given: object = self.tokens_of_text(prompt, adds_special_tokens=known is None)
         elif type(prompt) is Infill:
             if known is not None:
                 require_no_gap(prompt)
@@ -137,6 +141,16 @@ class InputProcessor:
             token_ids, params, options, max_tokens, stop_token_ids, has_candidates,
             None if params.structured is None else self.constraint_of(params, options.owner), self.context(),
         )
+
+    def tokens_of_text(self, text: str, *, adds_special_tokens: bool = True) -> list[int]:
+        """Tokenise text. Raises ``InvalidRequest`` for what is none, or too long, or without a tokenizer; and
+        ``TextFailed``.
+        """
+        validation.validate_text(text, self.max_model_len)
+        if self.tokenizer is None:
+            raise _needs_tokenizer("text")
+        with _tokenizing():
+            return self.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
 
     def with_defaults(self, params: SamplingParams | None) -> SamplingParams:
         """Return a request's parameters with the model's own where it gave none. Raises ``InvalidSampling``."""

@@ -141,12 +141,14 @@ class OutputProcessor:
     def output_of(self, request: Request) -> RequestOutput:
         """Describe all completions of a request as they stand."""
         num_preemptions = sum(sequence.num_preemptions for sequence in request.sequences)
+        is_read = request.reader is not None and request.sequences[0].finish_reason == "stop"
         return RequestOutput(
             request.request_id, tuple(request.prompt_token_ids),
             outputs=[pending.completion() for pending in self.pending_of(request)], is_finished=request.is_done,
             num_cached_tokens=request.sequences[0].num_cached_tokens or 0,
             metrics=replace(request.metrics, num_preemptions=num_preemptions),
             prompt_logprobs=request.prompt_logprobs, client_request_id=request.client_request_id,
+            vector=request.reader.vector() if request.reader is not None and is_read else None,
         )
 
     def undo_step(self, plan: SchedulePlan) -> None:

@@ -47,6 +47,9 @@ class ReadsHidden(Protocol):
         A step that broke off is computed again, so that positions may come a second time, with the same states.
         """
 
+    def vector(self) -> FloatArray:
+        """Return what was made of all of them, float32 [dimensions]."""
+
 
 class Request:
     """The handle of one request at the step level.

@@ -53,7 +53,10 @@ class TextVerbs:
 
         Raises ``InvalidRequest``: ``PromptTooLong`` if the context has no room for the prompt and a completion.
         """
-        return self.input_processor.process(prompt, SamplingParams(max_tokens=1), RequestOptions()).token_ids
+        inputs = self.input_processor
+        if not inputs.embeddings.generates and isinstance(prompt, str):
+            return inputs.tokens_of_text(prompt)
+        return inputs.process(prompt, SamplingParams(max_tokens=1), RequestOptions()).token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of at most a context of tokens, special ones left out, without waiting.

@@ -31,6 +31,7 @@ from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.validation import validate_timeout
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_calls import AsyncCalls
+from pagedcore.serving.async_embedding import AsyncEmbeddings
 from pagedcore.serving.async_session import AsyncSession
 from pagedcore.serving.commands import Commands, Places
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
@@ -53,7 +54,7 @@ _quote: Callable[..., Coroutine[Any, Any, Quote]] = delegate("pagedcore.analysis
 
 
 class AsyncEngine(
-    AsyncCalls, AbstractContextManager["AsyncEngine"], AbstractAsyncContextManager["AsyncEngine"]
+    AsyncCalls, AsyncEmbeddings, AbstractContextManager["AsyncEngine"], AbstractAsyncContextManager["AsyncEngine"]
 ):
     """Continuous batching for concurrent callers.
 

@@ -1,5 +1,5 @@
 """One small run in which steps do all they can do: admit, chunk, decode, hit prefixes, copy and share blocks, swap both
-ways, choose candidates and beams, match stop strings, expire and finish. Deterministic, and over in a moment.
+ways, choose candidates and beams, match stop strings, embed, expire and finish. Deterministic, and over in a moment.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.outputs import CompletionOutput
+from pagedcore.protocols import FloatArray
+from pagedcore.request_options import NO_OPTIONS
+from pagedcore.requests.embedding import TextEncoder
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 from support.doubles import FakeClock, ToyBackend
@@ -52,6 +55,12 @@ WANTED = [
     ([4, 5, 6, 7, 8, 9, 10], params(5)),
 ]
 """Prompts and parameters."""
+READ = [("mean", [1, 2, 3, 4, 5, 6, 7]), ("last", [6, 5, 4, 3, 2, 1])]
+"""Texts that are embedded beside them."""
+
+
+def _bytes_of(vector: FloatArray | None) -> bytes | None:
+    return None if vector is None else vector.tobytes()
 
 
 @dataclass
@@ -72,7 +81,10 @@ class Scenario:
         engine.generate([[1, 2, 3, 4, 5]], params(2), show_progress=False)
         late = [engine.add_request([5], params(2)), engine.add_request([5], params(2, best_of=2, temperature=1.0))]
         clock.advance(11.0)
-        return cls(engine, late + [engine.add_request(prompt, params) for prompt, params in WANTED])
+        read = [TextEncoder.of(engine.input_processor, how).process(text, NO_OPTIONS) for how, text in READ]
+        wanted = [engine.add_request(prompt, params) for prompt, params in WANTED[:3]]
+        wanted += [engine.accept(one) for one in read]
+        return cls(engine, late + wanted + [engine.add_request(prompt, params) for prompt, params in WANTED[3:]])
 
     def finish(self) -> None:
         """Step until nothing is left to do."""
@@ -83,7 +95,7 @@ class Scenario:
         """What every caller sees in the end, errors as their types."""
         return [
             [(one.token_ids, one.text, one.finish_reason, one.logprobs, one.score, type(one.error)) for one in  # type: ignore[misc]
-             request.output().outputs] + [request.prompt_logprobs]
+             request.output().outputs] + [request.prompt_logprobs, _bytes_of(request.output().vector)]
             for request in self.requests
         ]
 

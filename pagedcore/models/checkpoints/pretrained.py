@@ -33,6 +33,7 @@ from pagedcore.models.checkpoints.weight_files import (
     weight_files,
 )
 from pagedcore.models.families import wrappers
+from pagedcore.models.families.model_facts import has_head
 from pagedcore.models.families.supported_models import check_config, check_num_layers
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ _PATH: Final = re.compile(rf"""\bhttps?://[\w.\-/]+|(?<=')/[^'\n]*(?=')|(?<=")/[
 """An address, which is kept, or a path, which is not: between quotes, or as far as blanks leave no doubt, which are a
 part of it where a further slash comes after a few words."""
 _LONGEST_MESSAGE: Final = 2000
+HEAD: Final = "lm_head.weight"
+"""The output layer, as most architectures call it."""
 
 
 def load_pretrained(
@@ -98,8 +101,12 @@ def load_pretrained(
                 directory, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
                 local_files_only=is_local, trust_remote_code=trust_remote_code,
             )
+    missing = sorted(report["missing_keys"])
+    if not has_head(model.config) and missing == [HEAD]:
+        # Why the embedding's: it takes no memory, and nobody reads what it computes.
+        model.get_output_embeddings().weight, missing = model.get_input_embeddings().weight, []
     # Why: transformers fills gaps with random numbers.
-    if missing := sorted(report["missing_keys"]):
+    if missing:
         raise InvalidConfig(
             f"model: {len(missing)} weights are missing from its files, {missing[0]} among them. Download it again."
         )

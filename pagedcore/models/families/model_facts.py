@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 
+from pagedcore.embedding_defaults import EmbeddingDefaults
 from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models.families.table import FAMILIES
 
@@ -77,6 +78,18 @@ def hidden_size(model: Any) -> int:
     if model.base_model is model:
         return 0
     return int(model.get_input_embeddings().weight.shape[-1])
+
+
+def has_head(config: Any) -> bool:
+    """Whether a configuration is that of a model with an output layer, and not of one that makes hidden states only."""
+    # Rule: transformers calls a model without a head by its architecture's name and "Model".
+    named = vars(config).get("architectures") or [""]
+    return not all(str(name).endswith("Model") for name in named)
+
+
+def embedding_defaults(config: Any) -> EmbeddingDefaults:
+    """Return what a model without a directory says of embeddings: whether they are all that it makes."""
+    return EmbeddingDefaults(generates=has_head(config))
 
 
 def generation_fields(model: Any) -> dict[str, Any]:

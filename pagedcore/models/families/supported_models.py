@@ -42,6 +42,10 @@ _CROSS: Final = (
     "some layers of its language model attend to an image alone and are left out where there is none, which no other "
     "architecture does"
 )
+_BOTH_SIDES: Final = (
+    "its configuration says that a token looks at those behind it too (is_causal, use_bidirectional_attention), and a "
+    "KV cache has what is before it"
+)
 _ENCODER_DECODER: Final = "it is an encoder-decoder; only decoder-only language models can run"
 _OWN_POSITIONS: Final = (
     "it is the decoder of an encoder-decoder: it counts positions by the length of its cache and takes none, which a "
@@ -88,6 +92,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     name = str(config.get("model_type", "unknown"))
     if config.get("is_encoder_decoder"):
         raise _refusal(name, _ENCODER_DECODER)
+    if config.get("is_causal") is False or config.get("use_bidirectional_attention") in (True, "all"):
+        raise _refusal(name, _BOTH_SIDES)
     if name in _REFUSED:
         raise _refusal(name, _REFUSED[name])
     if other := next((key for key in _OTHER_INPUTS if config.get(key) is not None), None):

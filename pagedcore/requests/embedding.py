@@ -1,0 +1,142 @@
+"""From texts to requests whose hidden states become vectors, and from their outputs to what callers get.
+
+Owns what is checked of an embedding: the one way in, for every door. A text goes through the engine as a request does
+that has no completion. Read ``pooling.py`` for the vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+from pagedcore.config.field_rules import BOOLEAN, integer, one_of
+from pagedcore.embedding_defaults import POOLINGS, EmbeddingDefaults
+from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidText, PromptTooLong, RequestFailed, describe_name
+from pagedcore.outputs import Embedding, RequestOutput
+from pagedcore.request_options import RequestOptions
+from pagedcore.requests import validation
+from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest
+from pagedcore.requests.pooling import TextReader
+from pagedcore.sampling_params import SamplingParams
+
+Text = str | list[int]
+"""Text, or the token ids of one, which are taken as they are: without a prompt, and with no token appended."""
+KEYWORDS: Final = ("pooling", "normalize", "dimensions", "prompt_name")
+_PARAMS: Final = SamplingParams(max_tokens=1, ignore_eos=True)
+"""A text takes as many steps as a completion of one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextEncoder:
+    """Validated: how texts become vectors of one model."""
+
+    inputs: InputProcessor
+    pools_all: bool
+    """Whether the mean of all positions is taken, and not the last one."""
+    normalize: bool
+    dimensions: int | None
+    prompt: str
+    """What is put before each text."""
+    num_skipped: int
+    """Tokens at the beginning of a text that are not pooled."""
+
+    @classmethod
+    def of(
+        cls, inputs: InputProcessor, pooling: str | None = None, normalize: bool | None = None,
+        dimensions: int | None = None, prompt_name: str | None = None,
+    ) -> TextEncoder:
+        """Check what a caller asks for; ``None`` is what the model's directory says. Arguments as ``Engine.embed``.
+
+        Raises:
+            InvalidRequest: a value is out of range, or this model makes no vectors.
+        """
+        defaults = inputs.embeddings
+        if defaults.refusal or not inputs.hidden_size:
+            reason = defaults.refusal or "its backend returns no hidden states"
+            raise InvalidRequest("model", f"one that makes no embeddings: {reason}", "another model", is_described=True)
+        pooling = one_of(*POOLINGS).or_none().check("pooling", pooling) or defaults.pooling
+        if pooling not in POOLINGS:
+            raise InvalidRequest("pooling", f"{describe_name(pooling)}, as the model's directory says",
+                                 f"one of {', '.join(POOLINGS)}", is_described=True)
+        normalize = BOOLEAN.or_none().check("normalize", normalize)
+        prompt = _prompt_of(defaults, prompt_name)
+        skips = bool(prompt) and pooling == "mean" and not defaults.pools_prompt
+        return cls(
+            inputs, pooling == "mean", defaults.normalize if normalize is None else normalize,
+            integer(1, inputs.hidden_size).or_none().check("dimensions", dimensions), prompt,
+            _num_tokens_of_prompt(inputs, prompt) if skips else 0,
+        )
+
+    def process(self, text: Text, options: RequestOptions) -> ProcessedRequest:
+        """Tokenise and validate one text; callable from any thread.
+
+        Raises:
+            InvalidRequest: the text is empty, too long, or neither text nor token ids; or an option is refused.
+            TextFailed: the tokenizer failed on it.
+        """
+        inputs, token_ids = self.inputs, self._tokens(text)
+        inputs.check_options(options)
+        longest = inputs.max_model_len
+        most = min(longest, inputs.num_pool_tokens - 1, inputs.embeddings.max_tokens or longest)
+        if len(token_ids) > most:
+            raise PromptTooLong("text", len(token_ids), f"at most {most} tokens")
+        ids = validation.validate_prompt_ids(token_ids, inputs.vocab_size, inputs.max_model_len + 1)
+        first = min(self.num_skipped, len(ids) - 1) if self.pools_all else len(ids) - 1
+        return ProcessedRequest(
+            ids, _PARAMS, options, 1, frozenset(), has_candidates=False, context=inputs.context(),
+            new_reader=partial(TextReader, first, self.dimensions, self.normalize),
+        )
+
+    def _tokens(self, text: Any) -> Any:
+        if not isinstance(text, str):
+            if not isinstance(text, list | tuple):
+                raise InvalidPrompt("text", text, "text, or a list of token ids")
+            return text
+        if not text:
+            raise InvalidText("text", text, "text of at least 1 character")
+        return self.inputs.tokens_of_text(self.prompt + text)
+
+
+def _num_tokens_of_prompt(inputs: InputProcessor, prompt: str) -> int:
+    """Return how many tokens a text begins with because of its prompt, as sentence-transformers counts them."""
+    whole, bare = inputs.tokens_of_text(prompt), inputs.tokens_of_text(prompt, adds_special_tokens=False)
+    # Why: a token that the tokenizer appends stands behind the text, not behind the prompt.
+    return len(whole) - (whole[-1:] != bare[-1:])
+
+
+def _prompt_of(defaults: EmbeddingDefaults, name: str | None) -> str:
+    chosen = defaults.default_prompt if name is None else name
+    if chosen is None or (chosen == "" and name is not None):
+        return ""
+    if not isinstance(chosen, str) or chosen not in defaults.prompts:
+        known = ", ".join(map(describe_name, defaults.prompts)) or "none, as the model's directory has no prompts"
+        raise InvalidRequest("prompt_name", describe_name(chosen), known, is_described=True)
+    return defaults.prompts[chosen]
+
+
+def texts_of(texts: Any) -> list[Any]:
+    """Return the texts of a call as a list; one text, or the token ids of one, is one.
+
+    Raises:
+        InvalidPrompt: it is neither a text nor an iterable.
+    """
+    if isinstance(texts, str):
+        return [texts]
+    if not isinstance(texts, Iterable):
+        raise InvalidPrompt("texts", texts, "text, token ids, or several of them")
+    given = list(texts)
+    return [given] if given and type(given[0]) is int else given
+
+
+def embedding_of(output: RequestOutput) -> Embedding:
+    """Return the vector of a request that has ended.
+
+    Raises:
+        RequestFailed: it failed; or it was aborted.
+    """
+    output.raise_for_error()
+    if output.vector is None:
+        raise RequestFailed("the request was aborted before its text was computed")
+    return Embedding(output.vector, len(output.prompt_token_ids), output.num_cached_tokens, output.metrics)
