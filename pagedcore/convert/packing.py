@@ -124,6 +124,7 @@ def _write(path: Path, source: str, config: EngineConfig, load: Loader, on_progr
     if header["embedding"] is not None:
         embedding = model.get_input_embeddings()
         covered |= {f"{name}.weight" for name, module in model.named_modules() if module is embedding}
+    tensors |= _rows_of_others(model)
     header["products"] = entries = dict[str, Any]()
     for names, layer in products.items():
         entries[names], of_product = describe_product(layer.multiply, names)
@@ -178,6 +179,15 @@ def _embedding_of(
             raise ModelNotSupported("model: its embedding is none that a file can hold.")
         return {"kind": BLOCKS}, own
     return ({"kind": INT8}, own) if own else ({"kind": INT8_ROWS, "of": _name_of(table.product, products)}, {})
+
+
+def _rows_of_others(model: Any) -> Tensors:
+    """Return the blocks of tables beside the embedding, such as those of embeddings of each layer."""
+    first = model.get_input_embeddings()
+    return {
+        f"{name}:{ROWS}": module.weight.tensors[0] for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding) and module is not first and isinstance(module.weight, StoredWeight)
+    }
 
 
 def _name_of(product: object, products: Mapping[str, PackedLinear]) -> str:

@@ -90,7 +90,8 @@ MODELS = {
     "a table of tokens": converted("w4a16", "llama", tie_word_embeddings=True),
     "schemes side by side": converted("auto-int8", "qwen3_moe"), "int8 rows by groups": converted("w4a8", "llama"),
     "ordered inputs": checkpoint("gptq-order"), "a codebook": checkpoint("bnb-nf4"),
-    "blocks": gguf("gemma3_text", "iq4_nl", "q3_k"), "parts unlike": gguf("qwen3_moe", "q4_0", "f16"),
+    "blocks": gguf("gemma3_text", "iq4_nl", "q3_k"),
+    "tables of blocks": gguf("gemma4_text", "q4_0", "q8_0"), "parts unlike": gguf("qwen3_moe", "q4_0", "f16"),
 }
 
 

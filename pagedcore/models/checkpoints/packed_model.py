@@ -196,6 +196,8 @@ def load_packed(
         weights = _PackedWeights(packed, dtype)
         _place_products(model, weights)
         _place_embedding(model, weights, stored)
+        if isinstance(stored, GGUF):
+            _place_blocks(model, weights, stored)
         map_tensors(model, weights)
         if isinstance(stored, GGUF):
             stored.scale_angles(model)
@@ -302,6 +304,13 @@ def _place_embedding(model: Any, weights: _PackedWeights, stored: StoredFormat |
         raise _refusal(f"have an embedding of the kind {str(kind)[:80]!r}")
     del module.weight
     module.weight = StoredWeight("none", shape, weights.dtype, 1, table.tensors, _no_values, look_up=table)
+
+
+def _place_blocks(model: Any, weights: _PackedWeights, stored: GGUF) -> None:
+    """Have tables beside the embedding read their blocks, where the file has them."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and (own := f"{name}:{ROWS}") in weights:
+            stored.replace_embedding(name, module, weights.dtype, weights.packed.tensor(own))
 
 
 def _no_values() -> Any:
