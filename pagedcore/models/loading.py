@@ -11,7 +11,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -144,19 +145,20 @@ def _backend(
     if use_packed is None:
         use_packed = partial(find_packed, source, _wanted(config, device)) if is_named else _no_packed
     packed = use_packed()
-    model = _load(model, stored, config, device, quantization) if packed is None else load_packed(
-        source, stored, packed, trust_remote_code=config.trust_remote_code)
+    with _mapping(packed):
+        model = _load(model, stored, config, device, quantization) if packed is None else load_packed(
+            source, stored, packed, trust_remote_code=config.trust_remote_code)
     on_loaded(model)
     _tell_parts(model.config)
     # Why: an architecture's own code runs here, and raises what it likes.
-    with as_refusals(source, "its architecture cannot run here", ModelNotSupported):
+    with _mapping(packed), as_refusals(source, "its architecture cannot run here", ModelNotSupported):
         if quantization == AUTO_INT8 and not is_quantized:
             require_free(model)
             auto_int8.apply(model)
         backend = TransformersModel(
             model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
             linear_name=config.linear_backend, quantization=quantization, kv_cache_dtype=config.kv_cache_dtype,
-            device=device,
+            device=device, await_weights=packed.require_undamaged if packed is not None else lambda: None,
         )
     give_back_freed()
     if packed is not None:
@@ -176,6 +178,17 @@ def _tell_of_embeddings(backend: TransformersModel, given: Any, trust_remote_cod
     if isinstance(given, str | os.PathLike) and not is_gguf(given):
         known = read_embedding_defaults(os.fspath(given), trust_remote_code=trust_remote_code)
         backend.embedding_defaults = replace(known, generates=backend.embedding_defaults.generates)
+
+
+@contextmanager
+def _mapping(packed: PackedFile | None) -> Iterator[None]:
+    """Raise that the file is damaged, if it is, in the place of what its bytes lead to."""
+    try:
+        yield
+    except Exception:
+        if packed is not None:
+            packed.require_undamaged()
+        raise
 
 
 def _no_packed() -> None:

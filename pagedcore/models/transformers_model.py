@@ -84,6 +84,7 @@ class TransformersModel:
         is_private: bool = False, runs_self_test: bool = True, decoder_factory: DecoderFactory | None = None,
         attention_name: str = "unnamed", linears: LinearFactory = FASTEST, linear_name: str = "auto",
         quantization: str = "none", kv_cache_dtype: str = "auto", device: Device = CPU,
+        await_weights: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a model over: it cannot be used by itself any more.
 
@@ -100,6 +101,7 @@ class TransformersModel:
             quantization: the scheme that ``linears`` follows; "none" for none.
             kv_cache_dtype: as in ``EngineConfig``.
             device: where the model computes.
+            await_weights: called when all products are made, and before any is computed.
 
         Raises:
             ModelNotSupported: the architecture cannot run here, or the self-test failed.
@@ -138,7 +140,8 @@ class TransformersModel:
             # were compared with their weights one by one. Quantised ones do not compute what those weights would.
             is_known = isinstance(model, ForCausalLM) and linears is FASTEST and decoder_factory is None
             compares_products = self._is_quantized or is_decoded_late or (is_known and device.kind == "cpu")
-            self._take_over(device.take(model.eval()), factory, is_private, runs_self_test, compares_products)
+            self._take_over(
+                device.take(model.eval()), factory, is_private, runs_self_test, compares_products, await_weights)
 
     @property
     def computes_in_torch(self) -> bool:
@@ -261,7 +264,7 @@ class TransformersModel:
 
     def _take_over(
         self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool,
-        compares_products: bool,
+        compares_products: bool, await_weights: Callable[[], None],
     ) -> None:
         own_attention = model.config._attn_implementation
         test = SelfTest(model, self.block_size, self._tolerance) if runs_self_test and not compares_products else None
@@ -278,6 +281,7 @@ class TransformersModel:
         self._weights = ownership.TakenWeights(model)
         for product in self._decoder.products:
             product.use_huge_pages()
+        await_weights()
         with nullcontext() if self.computes_in_torch or self._device.kind != "cpu" else _kernels_compute():
             if runs_self_test and compares_products:
                 # Why now: what is expected of the model is what its own modules compute with these products.

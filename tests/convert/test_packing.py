@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -23,6 +24,7 @@ from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models.checkpoints import packed_model
 from pagedcore.models.checkpoints.packed_file import PackedFile
 from pagedcore.models.linears import packed_linear
+from pagedcore.models.self_test import SelfTest
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
@@ -215,14 +217,34 @@ def test_other_settings_are_refused_or_computed_with_the_weights_beside(
         engine_of(tmp_path / "alone", **settings)
 
 
-def test_a_damaged_file_is_refused_whatever_lies_beside(tmp_path: Path) -> None:
-    """Damage is no other version: whoever owns the disk has to know."""
+def test_a_damaged_file_is_refused_whatever_lies_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage is no other version: whoever owns the disk has to know. Nothing is computed with it."""
     path = packed(source := from_float("llama")(tmp_path))
     content = bytearray(path.read_bytes())
     content[-5000] ^= 4
     path.write_bytes(content)
+    computed = list[object]()
+    monkeypatch.setattr(SelfTest, "__init__", lambda *arguments: computed.append(arguments))
     with pytest.raises(InvalidConfig, match="damaged"):
         engine_of(source, dtype="auto")
+    assert not computed
+
+
+def test_damage_is_said_in_the_place_of_what_it_leads_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever goes wrong with the tensors of a damaged file, the damage is the reason; garbage is collected again."""
+    path = packed(source := from_float("llama")(tmp_path))
+    content = bytearray(path.read_bytes())
+    content[-5000] ^= 4
+    path.write_bytes(content)
+
+    def refuse(*arguments: object, **options: object) -> None:
+        assert not gc.isenabled()
+        raise ModelNotSupported("model: an order that is none of its inputs.")
+
+    monkeypatch.setattr("pagedcore.models.checkpoints.packed_model.load_packed", refuse)
+    with pytest.raises(InvalidConfig, match="damaged"):
+        engine_of(source, dtype="auto")
+    assert gc.isenabled()
 
 
 def change_header(patch: pytest.MonkeyPatch, change: Callable[[dict[str, Any]], Any]) -> None:

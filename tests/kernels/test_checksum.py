@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 
 import numpy as np
 import pytest
 import torch
 
-from pagedcore_kernels.cpu.runtime.checksum import checksum_of
+from pagedcore_kernels.cpu.runtime.checksum import begin_checksum, checksum_of
 from pagedcore_kernels.errors import InternalError
 
 CHUNK = 2**21
@@ -50,3 +51,13 @@ def test_other_memory_is_refused() -> None:
     for memory in (torch.zeros(12, dtype=torch.uint8), torch.zeros(16, 16, dtype=torch.uint8).t()[:8]):
         with pytest.raises(InternalError):
             checksum_of(memory)
+
+
+@pytest.mark.parametrize("has_threads", [True, False])
+def test_it_is_the_same_beside_other_work(has_threads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a thread of its own, or at once where the system gives none; asked again, it is the same."""
+    memory = torch.arange(2**19)
+    if not has_threads:
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: (_ for _ in ()).throw(RuntimeError("no thread")))
+    wait = begin_checksum(memory)
+    assert wait() == wait() == checksum_of(memory)

@@ -25,7 +25,7 @@ import torch
 
 from pagedcore.config.strict_json import load_json
 from pagedcore.errors import InvalidConfig
-from pagedcore_kernels.cpu.runtime.checksum import checksum_of
+from pagedcore_kernels.cpu.runtime.checksum import begin_checksum, checksum_of
 
 ALIGNMENT: Final = 4096
 """Bytes: tensors begin with a page."""
@@ -62,6 +62,7 @@ class PackedFile:
             raise _refusal(f"it cannot be read ({error.strerror})") from error
         self._entries = _read_entries(self.header.get("tensors"), self._size - self._start)
         self._memory: torch.Tensor | None = None
+        self._checksum: Callable[[], int] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -70,15 +71,22 @@ class PackedFile:
         return name in self._entries
 
     def map(self) -> None:
-        """Map the file and compare its checksum, which reads all of it once.
+        """Map the file, and begin to read all of it once, beside what the caller does until ``require_undamaged``.
 
         Raises:
-            InvalidConfig: it is damaged, or is another file now.
+            InvalidConfig: it is another file now.
         """
         memory = _map(self.path, self._size)[self._start :]
-        if checksum_of(memory) != self.header.get(_CHECKSUM):
+        self._memory, self._checksum = memory, begin_checksum(memory)
+
+    def require_undamaged(self) -> None:
+        """Wait for the checksum of the mapped file and compare it.
+
+        Raises:
+            InvalidConfig: it is another than the header's, or the file is not mapped.
+        """
+        if self._checksum is None or self._checksum() != self.header.get(_CHECKSUM):
             raise _refusal("it is damaged: its checksum is another. Delete it, or write it once more")
-        self._memory = memory
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return a tensor in the mapped memory, which nobody may write to.

@@ -104,11 +104,12 @@ def facts_of_source(source: str, dtype: torch.dtype, scheme: str, fingerprint: M
 
 
 def find_packed(source: str, wanted: Wanted) -> PackedFile | None:
-    """Return the packed weights of a model, mapped and without damage; ``None``: there are none that may be used.
+    """Return the packed weights of a model, mapped, whose checksum is not compared yet; ``None``: there are none that
+    may be used.
 
     Raises:
         ModelNotSupported: there are packed weights alone, which may not be used; the message says why.
-        InvalidConfig: the file is damaged.
+        InvalidConfig: the file's header is damaged.
     """
     if (packed := packed_file(source)) is None:
         return None

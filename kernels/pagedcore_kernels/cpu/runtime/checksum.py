@@ -7,12 +7,15 @@ their place, so that a word in another place shows as much as another word. The 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 import torch
 
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
+from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads
 from pagedcore_kernels.cpu.simd import address_of, claim, load_int64, store_int64
 from pagedcore_kernels.errors import InternalError
 
@@ -35,6 +38,26 @@ def checksum_of(memory: torch.Tensor) -> int:
     parameters.fill(memory.data_ptr(), memory.nbytes // MULTIPLE, sums.data_ptr())
     _kernel().run(parameters)
     return zlib.crc32(sums.numpy().tobytes(), memory.nbytes & 0xFFFFFFFF)
+
+
+def begin_checksum(memory: torch.Tensor) -> Callable[[], int]:
+    """Begin ``checksum_of`` beside what the caller does next, on a thread of its own and as many more as a kernel may
+    have; return what waits for the result and returns it. Raises as there.
+    """
+    _kernel()  # Why: what compiles is the caller's thread.
+
+    def add_up(most_threads: int) -> int:
+        with Computing(most_threads):
+            return checksum_of(memory)
+
+    executor = ThreadPoolExecutor(1, "pagedcore checksum")
+    try:
+        future = executor.submit(add_up, num_threads())
+    except RuntimeError:  # the system gives no thread
+        result = checksum_of(memory)
+        return lambda: result
+    executor.shutdown(wait=False)
+    return future.result
 
 
 @cache
