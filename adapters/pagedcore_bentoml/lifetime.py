@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Final, Self
 
 import bentoml
 
-from pagedcore import AsyncEngine, SamplingParams
+from pagedcore import AsyncEngine
 from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
 from pagedcore_bentoml.checks import (
     before_any_worker,
@@ -135,7 +135,7 @@ class EngineLifetime:
 
     async def _start(self) -> None:
         engine = await asyncio.to_thread(lambda: self.shared_engine)
-        output = await asyncio.wrap_future(engine.submit([0], SamplingParams(max_tokens=1)))
+        output = await asyncio.wrap_future(engine.warm_up())
         output.raise_for_error()
         if self.max_body_bytes is None:
             self.body_limit = body_limit((await asyncio.to_thread(engine.stats)).max_model_len)

@@ -20,19 +20,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagedcore import AsyncEngine, MemoryBudget, SamplingParams, engine_metrics
+from pagedcore import AsyncEngine, MemoryBudget, engine_metrics
 from pagedcore_http.drain import DrainSignal
 from pagedcore_http.present_objects import PresentObjects
 from pagedcore_openai.calls import ServedModel
 from pagedcore_openai.chat import ChatCall
 from pagedcore_openai.completions import TextCall
+from pagedcore_openai.embeddings import Embeddings
 from pagedcore_openai.endpoints import (
     Completing,
     Detokenize,
     Health,
     Metrics,
     Models,
-    NoEmbeddings,
     Recording,
     StoredResponse,
     Tokenize,
@@ -61,7 +61,7 @@ _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("POST", "/responses", partial(Completing, kind=ResponseCall)),
     ("GET", "/responses/{response}", StoredResponse),
     ("DELETE", "/responses/{response}", StoredResponse),
-    ("POST", "/embeddings", NoEmbeddings),
+    ("POST", "/embeddings", Embeddings),
     ("GET", "/models", Models),
     ("GET", "/models/{model:path}", Models),
     ("POST", "/tokenize", Tokenize),
@@ -219,8 +219,7 @@ def create(model: Any, *, name: str | None = None, **settings: Any) -> OpenAIApp
         for key, one in models.items():
             if not isinstance(one, AsyncEngine):
                 one = undo.enter_context(AsyncEngine.from_pretrained(one, **settings))
-            # Why: one token, so that no caller waits for compilation.
-            one.submit([0], SamplingParams(max_tokens=1)).result().raise_for_error()
+            one.warm_up().result().raise_for_error()
             engines[key] = one
         app = openai_app(engines, owned=[one for key, one in engines.items() if one is not models[key]], **options)
         undo.pop_all()

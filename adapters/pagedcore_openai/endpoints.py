@@ -149,17 +149,6 @@ class StoredResponse(Endpoint):
         return Response(encode({"id": response_id, "object": "response", "deleted": True}), media_type=JSON)
 
 
-class NoEmbeddings(Endpoint):
-    """Says that there are none."""
-
-    is_counted: ClassVar = False
-
-    async def respond(self, request: Request, tenant: bytes | None) -> Response:
-        """Raise the refusal."""
-        raise HTTPException(HTTPStatus.NOT_FOUND, "There are no embeddings, by choice: pagedcore samples tokens, and a "
-                                                  "model that embeds text has no next token.")
-
-
 class Metrics(Endpoint):
     """Shows the metrics of all engines, to admins alone where there are keys: they count all tenants together."""
 

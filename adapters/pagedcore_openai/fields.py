@@ -155,6 +155,11 @@ TOKENIZE: Final = Form(
     frozenset({"model", "prompt", "messages", "tools", "return_token_strs", *_OF_TEMPLATE}),
     {"add_special_tokens": (True, False), "chat_template": (), "mm_processor_kwargs": ()},
 )
+EMBEDDING: Final = Form(
+    frozenset({"input", "model", "encoding_format", "dimensions", "pooling", "normalize", "prompt_name", "timeout_s",
+               *CALLERS_OPTIONS}),
+    {"truncate_prompt_tokens": (), "add_special_tokens": (True,)},
+)
 DETOKENIZE: Final = Form(frozenset({"model", "tokens"}))
 
 

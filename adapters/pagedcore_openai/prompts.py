@@ -113,21 +113,21 @@ def _unmarked(item: Any) -> Any:
     return message
 
 
-def prompts_of(given: Any) -> list[Any]:
-    """Return the prompts of a text completion, each of them text or token ids.
+def prompts_of(given: Any, name: str = "prompt", most: int = MAX_PROMPTS) -> list[Any]:
+    """Return what the field of a ``name`` has, each of it text or token ids.
 
     Raises:
-        InvalidPrompt: it is none of text, token ids, or a list of 1 to 256 of either.
+        InvalidPrompt: it is none of text, token ids, or a list of 1 to ``most`` of either.
     """
     if isinstance(given, str) or (isinstance(given, list) and given and _are_ids(given)):
         return [given]
     if not isinstance(given, list):
-        raise InvalidPrompt("prompt", given, "text, token ids, or a list of texts or of lists of token ids")
-    if not 1 <= len(given) <= MAX_PROMPTS:
-        raise InvalidPrompt("prompt", len(given), f"a list of 1 to {MAX_PROMPTS} prompts")
+        raise InvalidPrompt(name, given, "text, token ids, or a list of texts or of lists of token ids")
+    if not 1 <= len(given) <= most:
+        raise InvalidPrompt(name, len(given), f"a list of 1 to {most} {'prompts' if name == 'prompt' else 'texts'}")
     for index, one in enumerate(given):
         if not isinstance(one, str | list) or (isinstance(one, list) and one and not _are_ids(one[:1])):
-            raise InvalidPrompt(f"prompt[{index}]", one, "text or token ids")
+            raise InvalidPrompt(f"{name}[{index}]", one, "text or token ids")
     return given
 
 

@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from pagedcore import AsyncEngine, Delta, EngineConfig, RequestOutput, SamplingParams
+from pagedcore import AsyncEngine, Delta, EngineConfig, RequestOutput
 from pagedcore.errors import EngineClosed, InvalidConfig, PagedcoreError
 from pagedcore_openai import openai_app
 from pagedcore_ray.remote_engine import EngineCall, ModelFacts, RemoteEngine
@@ -30,7 +30,7 @@ class EngineReplica:
     def __init__(self, model: Any, settings: Mapping[str, Any]) -> None:
         self._engine = AsyncEngine.from_pretrained(model, **settings)
         # Why: one token, so that no caller waits for compilation.
-        self._engine.submit([0], SamplingParams(max_tokens=1)).result().raise_for_error()
+        self._engine.warm_up().result().raise_for_error()
 
     async def facts(self) -> ModelFacts:
         """Return what an ingress has to know."""

@@ -29,7 +29,7 @@ from pagedcore.lazy_names import delegate
 from pagedcore.outputs import Delta, Embedding, Explanation, Quote, RequestOutput
 from pagedcore.protocols import ChatMessage, Clock, MonotonicClock
 from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options, sampling_advice
-from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, texts_of
+from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, options_at, texts_of
 from pagedcore.requests.infill import Infill
 from pagedcore.requests.input_processor import ProcessedRequest, Prompt, is_single
 from pagedcore.requests.observers import EngineObserver
@@ -284,7 +284,8 @@ class Engine(TextVerbs):
         """
         asked = read_options(options, *KEYWORDS, "show_progress")
         encoder = TextEncoder.of(self.input_processor, pooling, normalize, dimensions, prompt_name)
-        outputs = self._complete([encoder.process(one, asked) for one in texts_of(texts)], show_progress)
+        processed = [encoder.process(one, options_at(asked, place)) for place, one in enumerate(texts_of(texts))]
+        outputs = self._complete(processed, show_progress)
         return [embedding_of(one) for one in outputs]
 
     def _complete(

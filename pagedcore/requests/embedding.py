@@ -7,7 +7,7 @@ that has no completion. Read ``pooling.py`` for the vector.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -128,6 +128,17 @@ def texts_of(texts: Any) -> list[Any]:
         raise InvalidPrompt("texts", texts, "text, token ids, or several of them")
     given = list(texts)
     return [given] if given and type(given[0]) is int else given
+
+
+def options_at(options: RequestOptions, place: int) -> RequestOptions:
+    """Return the options of the text at a place of a call: its label is the call's with the place behind it.
+
+    Raises:
+        InvalidRequest: the label is too long then.
+    """
+    # Why: labels are unique among the requests of a salt.
+    return options if not place or options.request_id is None else replace(
+        options, request_id=f"{options.request_id}-{place}")
 
 
 def embedding_of(output: RequestOutput) -> Embedding:

@@ -7,13 +7,13 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, Unpack
+from typing import Final, Unpack
 
 from pagedcore.embedding_defaults import Pooling
 from pagedcore.errors import RequestTimeout
 from pagedcore.outputs import Embedding, RequestOutput
-from pagedcore.request_options import TIMEOUT, OptionKeywords, read_options
-from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, texts_of
+from pagedcore.request_options import NO_OPTIONS, TIMEOUT, OptionKeywords, read_options
+from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, options_at, texts_of
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.host_program import running_loop
@@ -35,17 +35,30 @@ class AsyncEmbeddings:
     ) -> AwaitableFuture[RequestOutput]:
         """As ``AsyncEngine`` has it."""
 
+    def warm_up(self) -> AwaitableFuture[RequestOutput]:
+        """Compute one token, so that no caller waits for kernels to be compiled: of a completion, or of a text where
+        there is no output layer.
+        """
+        inputs = self.input_processor
+        if inputs.embeddings.generates:
+            prepare = partial(inputs.process, [0], SamplingParams(max_tokens=1), NO_OPTIONS)
+        else:
+            prepare = partial(TextEncoder.of(inputs, "last").process, [0], NO_OPTIONS)
+        return self._submit(prepare, [0], None, b"", False)
+
     async def embed(
         self, texts: Text | Iterable[Text], *, pooling: Pooling | None = None, normalize: bool | None = None,
         dimensions: int | None = None, prompt_name: str | None = None, timeout_s: float | None = None,
-        **options: Unpack[OptionKeywords],
+        wait_for_room: bool = True, **options: Unpack[OptionKeywords],
     ) -> list[Embedding]:
         """Turn texts into vectors and return them in the same order; cancelling this aborts what is left.
 
-        Texts wait for room in the queue, 64 of a call at a time. Arguments are as for ``Engine.embed``.
+        The engine has 64 texts of a call at a time. Arguments are as for ``Engine.embed``.
 
         Args:
             timeout_s: longest time from here to the last vector, in seconds; ``None``: no limit.
+            wait_for_room: wait when the waiting queue is full; ``False``: the first text is refused then, and with it
+                the call.
 
         Raises:
             InvalidRequest: a text or a value is refused, or this model makes no vectors; texts before it may have been
@@ -57,7 +70,8 @@ class AsyncEmbeddings:
             NoEventLoop: no event loop of asyncio runs here.
         """
         running_loop()
-        limit_s, asked = TIMEOUT.check("timeout_s", timeout_s), read_options(options, *KEYWORDS, "timeout_s")
+        limit_s = TIMEOUT.check("timeout_s", timeout_s)
+        asked = read_options(options, *KEYWORDS, "timeout_s", "wait_for_room")
         encoder = TextEncoder.of(self.input_processor, pooling, normalize, dimensions, prompt_name)
         running, done = deque[AwaitableFuture[RequestOutput]](), list[Embedding]()
 
@@ -67,10 +81,11 @@ class AsyncEmbeddings:
 
         try:
             async with asyncio.timeout(limit_s):
-                for text in texts_of(texts):
+                for place, text in enumerate(texts_of(texts)):
                     while len(running) >= _AT_ONCE:
                         await finish_first()
-                    running.append(self._submit_text(encoder, text, asked))
+                    prepare = partial(encoder.process, text, options_at(asked, place))
+                    running.append(self._submit(prepare, text, None, asked.owner, wait_for_room or place > 0))
                     # Why: preparing many texts at once would keep the caller's loop from all else.
                     await asyncio.sleep(0)
                 while running:
@@ -81,6 +96,3 @@ class AsyncEmbeddings:
             for one in running:
                 one.cancel()
         return done
-
-    def _submit_text(self, encoder: TextEncoder, text: Any, asked: Any) -> AwaitableFuture[RequestOutput]:
-        return self._submit(partial(encoder.process, text, asked), text, None, asked.owner, True)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import pytest
 import transformers
 
 from docs.pages import ROOT
-from pagedcore import AsyncEngine, Engine
+from pagedcore import Engine
 from pagedcore.errors import PagedcoreError
 from pagedcore.models.decoders.fused import best_decoder
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
-from pagedcore_openai import openai_app
 from support.device_stand_in import StandInBackends, use_stand_in
 from support.families import FAMILIES, tiny_model
 
@@ -45,28 +42,11 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
     "vision_model": vision_model,
     "encoder_decoder": lambda: transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)),
+    "both_sides": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(**_HEADS, num_key_value_heads=2, is_causal=False)),
     "state_space": lambda: transformers.MambaForCausalLM(transformers.MambaConfig(**_SMALL, state_size=4)),
 }
 """Models that the page names, each of a kind that is refused."""
-
-
-class HttpRefusal(Exception):
-    """What an endpoint answered with an error status."""
-
-
-def post(path: str, **body: Any) -> Any:
-    """Call the OpenAI door of the demo model. Raises ``HttpRefusal`` with the answer if its status is an error."""
-
-    async def call() -> httpx.Response:
-        async with AsyncEngine.from_pretrained("demo", num_kv_blocks=64) as engine:
-            transport = httpx.ASGITransport(openai_app(engine, name="demo"))
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-                return await client.post(path, json=body)
-
-    answer = asyncio.run(call())
-    if answer.is_error:
-        raise HttpRefusal(answer.json()["error"]["message"])
-    return answer.json()
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +64,8 @@ def test_what_is_not_there_yet_is_refused_as_the_page_says(
     use_stand_in(monkeypatch)
     on_stand_in = SimpleNamespace(from_pretrained=partial(Engine.from_pretrained, plugins=[StandInBackends()]))
     models = {name: make() for name, make in MODELS.items() if name in call}
-    with pytest.raises((PagedcoreError, HttpRefusal), match=re.escape(message)):
-        eval(call, {"Engine": on_stand_in, "engine": engine, "post": post, **models})
+    with pytest.raises(PagedcoreError, match=re.escape(message)):
+        eval(call, {"Engine": on_stand_in, "engine": engine, **models})
 
 
 def test_no_row_of_what_is_not_there_yet_is_left_out() -> None:

@@ -80,12 +80,6 @@ def test_a_response_can_be_shown_and_removed(client: OpenAI) -> None:
         client.responses.retrieve(unkept.id)
 
 
-def test_there_are_no_embeddings(client: OpenAI) -> None:
-    """The client gets a 404 that says so."""
-    with pytest.raises(openai.NotFoundError, match="There are no embeddings, by choice"):
-        client.embeddings.create(model="demo", input="text")
-
-
 async def test_a_response_is_its_tenants_own() -> None:
     """Another key finds nothing, with the same words as for an id that never was, and removes nothing."""
     async with opened(api_keys=ApiKeys([ONE, TWO])) as app:
