@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +318,17 @@ def test_metrics_count_texts_as_prompts() -> None:
         assert (stats.num_prompt_tokens, stats.num_generated_tokens, stats.num_finished) == (3, 0, 1)
         assert (one.metrics.ttft_s, one.metrics.finished_s is None) == (None, False)
         assert np.array([one, one]).shape == (2, 32)
+
+
+@pytest.mark.parametrize(("family", "named", "is_tied"), [
+    ("gpt2", "GPT2LMHeadModel", True), ("mistral", "MistralModel", False), ("qwen3", "Qwen3Model", True),
+])  # fmt: skip
+def test_a_model_whose_files_have_an_output_layer_generates(
+    family: str, named: str, is_tied: bool, tmp_path: Path
+) -> None:
+    """Whatever its configuration calls it: what counts is the layer, its own or the embedding's."""
+    write_embedder(tmp_path, family=family, has_head=True, tie_word_embeddings=is_tied)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": [named]}))
+    with engine_of(tmp_path) as engine:
+        assert engine.generate(["the"], SamplingParams(max_tokens=2), show_progress=False)[0].outputs[0].token_ids

@@ -33,7 +33,7 @@ from pagedcore.models.checkpoints.weight_files import (
     weight_files,
 )
 from pagedcore.models.families import wrappers
-from pagedcore.models.families.model_facts import has_head
+from pagedcore.models.families.model_facts import HEADLESS, is_named_headless
 from pagedcore.models.families.supported_models import check_config, check_num_layers
 
 if TYPE_CHECKING:
@@ -102,9 +102,10 @@ def load_pretrained(
                 local_files_only=is_local, trust_remote_code=trust_remote_code,
             )
     missing = sorted(report["missing_keys"])
-    if not has_head(model.config) and missing == [HEAD]:
+    if is_named_headless(model.config) and missing == [HEAD]:
         # Why the embedding's: it takes no memory, and nobody reads what it computes.
         model.get_output_embeddings().weight, missing = model.get_input_embeddings().weight, []
+        setattr(model.config, HEADLESS, True)
     # Why: transformers fills gaps with random numbers.
     if missing:
         raise InvalidConfig(

@@ -14,6 +14,8 @@ from pagedcore.embedding_defaults import EmbeddingDefaults
 from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models.families.table import FAMILIES
 
+HEADLESS: Final = "_has_no_head"
+"""A field that the configuration of a model gets whose files have no output layer; no file has it."""
 _TURN_ALONE: Final = frozenset({"phimoe"})
 """Architectures beside the families that read positions for nothing but the angles of queries and keys."""
 _LENGTH_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
@@ -80,16 +82,16 @@ def hidden_size(model: Any) -> int:
     return int(model.get_input_embeddings().weight.shape[-1])
 
 
-def has_head(config: Any) -> bool:
-    """Whether a configuration is that of a model with an output layer, and not of one that makes hidden states only."""
-    # Rule: transformers calls a model without a head by its architecture's name and "Model".
+def is_named_headless(config: Any) -> bool:
+    """Whether a configuration names a class without an output layer, whose files may have none."""
+    # Rule: transformers calls such a class by its architecture's name and "Model"; GPT2LMHeadModel has one.
     named = vars(config).get("architectures") or [""]
-    return not all(str(name).endswith("Model") for name in named)
+    return all(str(name).endswith("Model") and not str(name).endswith("HeadModel") for name in named)
 
 
 def embedding_defaults(config: Any) -> EmbeddingDefaults:
     """Return what a model without a directory says of embeddings: whether they are all that it makes."""
-    return EmbeddingDefaults(generates=has_head(config))
+    return EmbeddingDefaults(generates=not getattr(config, HEADLESS, False))
 
 
 def generation_fields(model: Any) -> dict[str, Any]:
