@@ -51,11 +51,9 @@ def convert(
     from pagedcore.cli.pack import write_with_progress
     from pagedcore.convert.conversion import convert as write_converted
     from pagedcore.convert.conversion import require_new
-    from pagedcore.models.checkpoints.gguf import GGUF
-    from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
 
     logging.disable_progress_bar()
-    if model != "demo" and is_gguf(source := gguf_in(model)) and GGUF(source).scheme != "none":
+    if model != "demo" and _is_rounded(model):
         error_console().print("the file's weights are quantised already: they are rounded a second time")
     require_new(out)
     with _portable(out, packed) as portable:
@@ -71,6 +69,18 @@ def convert(
     console().print(f"{out}: {quantization}, {sum(path.stat().st_size for path in out.iterdir()):,} bytes")
     if calibration is not None and not SCHEMES[quantization].is_chosen:
         _print_unsmoothed(unsmoothed)
+
+
+def _is_rounded(model: str) -> bool:
+    """Whether the weights of a model are quantised in a way that ``convert`` takes: in a GGUF file, or as FP8."""
+    from pagedcore.models.checkpoints.fp8 import FP8
+    from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
+    from pagedcore.models.checkpoints.quantized import stored_format
+
+    source = gguf_in(model)
+    # Why: what is no file here is refused, and not looked for elsewhere.
+    stored = stored_format(source) if is_gguf(source) or Path(source).is_dir() else None
+    return stored is not None and (isinstance(stored, FP8) or stored.scheme != "none")
 
 
 @contextmanager

@@ -64,11 +64,23 @@ class FP8:
             ModelNotSupported: its tensors are not what the configuration says.
         """
         weight = f"{name}.weight"
+        self.require_no_scale(files, name)
         is_late = self.is_late and can_pack(dtype, shape[1])
         if not is_late or weight not in files or files.format_of(weight) != _FORMAT:
             return None
         values, scales = self.tensors(files, name, shape)
         return decoded_late(shape, dtype, [values, scales], lambda: self.decode(values, scales, dtype))
+
+    def require_no_scale(self, files: TensorFiles, name: str) -> None:
+        """Refuse a layer of other numbers than FP8 with a scale, which nobody could say what it is for; without one it
+        is as it is, like those that a configuration leaves out.
+
+        Raises:
+            ModelNotSupported: it is such a layer.
+        """
+        weight, scale = f"{name}.weight", f"{name}.{self.scale_name}"
+        if weight in files and scale in files and (kind := files.format_of(weight)) != _FORMAT:
+            raise refusal(f"{weight} is {kind} and has a scale ({scale}), needed is {_FORMAT}, or none")
 
     def tensors(self, files: TensorFiles, name: str, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the numbers [out, in] of a layer, mapped, and their scales [blocks of outputs, blocks of inputs]."""
@@ -106,6 +118,7 @@ class FP8Files(TensorFiles):
         layer, _, last = name.rpartition(".")
         is_decoded = formats == FLOATS and last == "weight" and len(shape) == 2 and name in self
         if not is_decoded or self.format_of(name) != _FORMAT:
+            self._stored.require_no_scale(self, layer)
             return super().expect(name, shape, *formats)
         return self._stored.decode(*self._stored.tensors(self, layer, (shape[0], shape[1])), self._dtype)
 

@@ -21,6 +21,7 @@ from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.diagnosis import diagnose
 from support.families import tiny_model
 from support.quantized_checkpoints import change_config, change_tensors, ct_config, linear_names
+from support.runner import try_invoke
 
 #: Sizes that blocks of 128 do not divide.
 SIZES: dict[str, Any] = {"hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 2}
@@ -132,6 +133,29 @@ def test_an_engine_has_the_bits_of_the_decoded_numbers(
     """Fused and plain decoders, experts, and every way to quantise say what they do of the numbers in bfloat16."""
     fp8, plain = write_pair(tmp_path, kind, family)
     assert answers(fp8, quantization=quantization) == answers(plain, quantization=quantization)
+
+
+@pytest.mark.parametrize("kind", ["blocks", "ct-channel"])
+def test_numbers_under_the_name_of_fp8_have_no_scales(kind: str, tmp_path: Path) -> None:
+    """Weights that were decoded, and whose configuration was left, are numbers; with a scale they would be others, and
+    are refused, when they are converted too."""
+    _, plain = write_pair(tmp_path, kind)
+    expected = answers(plain)
+    change_config(plain, quantization_config=KINDS[kind][0])
+    assert answers(plain) == expected
+    layer = "model.layers.0.self_attn.q_proj"
+    change_tensors(plain, {f"{layer}.{KINDS[kind][1]}": torch.ones(2, 2)})
+    with pytest.raises(ModelNotSupported, match=rf"{layer}.weight is F32 and has a scale"):
+        answers(plain)
+    with pytest.raises(ModelNotSupported, match=rf"{layer}.weight is F32 and has a scale"):
+        convert(str(plain), tmp_path / "out", quantization="w8a16", dtype="bfloat16")
+
+
+def test_the_command_says_that_fp8_is_rounded_twice(tmp_path: Path) -> None:
+    """As of the blocks of a GGUF file."""
+    fp8, _ = write_pair(tmp_path, "blocks")
+    result = try_invoke("convert", str(fp8), "--quantization", "w8a16", "--out", str(tmp_path / "out"))
+    assert (result.exit_code, "they are rounded a second time" in result.output) == (0, True)
 
 
 @pytest.mark.parametrize(("kind", "family", "quantization"), [
