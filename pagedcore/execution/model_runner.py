@@ -110,20 +110,18 @@ class ModelRunner:
     def _compute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         sequences = [row.sequence for row in rows if row.num_sampled]
         batch, greedy = build_batch(rows, block_manager), self._greedy
-        no_scores, hidden = len(batch.logits_rows) == len(sequences), dict[int, FloatArray]()
+        is_plain = batch.hidden_rows is None and len(batch.logits_rows) == len(sequences)
         with self._threads.step(len(batch.token_ids)), self._threads.floats:
             if (
-                greedy is not None and sequences and no_scores and self._sampler.wants_largest(sequences)
+                greedy is not None and sequences and is_plain and self._sampler.wants_largest(sequences)
                 and greedy.decodes_greedily
             ):  # fmt: skip
                 barred = self._sampler.barred_tokens(sequences)
                 return self._sampler.take(greedy.forward_greedily(batch, barred), len(sequences))
-            if batch.hidden_rows is None:
-                logits = self._backend.forward(batch)
-            else:
-                logits, hidden = self._forward_hidden(batch, batch.hidden_rows, rows)
+            logits, hidden = (self._backend.forward(batch), {}) if batch.hidden_rows is None else (
+                self._forward_hidden(batch, batch.hidden_rows, rows))
             _require_logits(logits, (len(batch.logits_rows), self._backend.vocab_size))
-            if no_scores and not hidden:
+            if is_plain:
                 return self._sampler.sample(logits, sequences)
             prompts = self._sampler.score(logits[len(sequences) :], [row for row in rows if row.scored_positions])
             return replace(self._sampler.sample(logits[: len(sequences)], sequences), prompts=prompts, hidden=hidden)

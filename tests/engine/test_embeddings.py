@@ -37,6 +37,8 @@ from support.engine_builders import assert_all_free, make_engine, run
 
 POOLINGS = ["last", "mean"]
 CHAT = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0.7, seed=3)
+#: A model may choose such tokens itself, without logits.
+GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 #: The self-test's bound in float32, of a vector's length.
 TOLERANCE = 2e-3
 
@@ -105,15 +107,19 @@ def test_vectors_are_the_same_bytes_for_any_schedule(pooling: str, directory: Pa
     with engine_of(directory, enable_prefix_caching=False) as engine:
         for text in TEXTS:
             alone += rows_of(engine.embed([text], pooling=pooling, show_progress=False))
-        answers = [engine.generate([one], CHAT, show_progress=False)[0].outputs[0].token_ids for one in prompts]
+        answers = [engine.generate([one], how, show_progress=False)[0].outputs[0].token_ids
+                   for how in (CHAT, GREEDY) for one in prompts]
     for settings in ({}, {"max_num_batched_tokens": 8, "max_num_seqs": 4},
                      {"num_kv_blocks": 8, "block_size": 8, "max_num_batched_tokens": 16,
                       "max_num_seqs": 8, "preemption": "recompute"}):
         with engine_of(directory, **settings) as engine:
-            chats = [engine.add_request(one, CHAT) for one in prompts]
-            assert rows_of(engine.embed(TEXTS, pooling=pooling, show_progress=False)) == alone, settings
-            run(engine)
-            assert [one.output().outputs[0].token_ids for one in chats] == answers, settings
+            found = []
+            for how in (CHAT, GREEDY):
+                chats = [engine.add_request(one, how) for one in prompts]
+                assert rows_of(engine.embed(TEXTS, pooling=pooling, show_progress=False)) == alone, settings
+                run(engine)
+                found += [one.output().outputs[0].token_ids for one in chats]
+            assert found == answers, settings
             again = engine.embed(TEXTS, pooling=pooling, show_progress=False)
             assert rows_of(again) == alone, settings
             assert_all_free(engine)
