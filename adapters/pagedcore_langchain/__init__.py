@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from pagedcore_langchain.chat import ChatPagedCore
+    from pagedcore_langchain.embeddings import PagedCoreEmbeddings
     from pagedcore_langchain.llm import PagedCoreLLM
 
-__all__ = ["ChatPagedCore", "PagedCoreLLM", "create_chat", "create_llm"]
+__all__ = ["ChatPagedCore", "PagedCoreEmbeddings", "PagedCoreLLM", "create_chat", "create_embeddings", "create_llm"]
 
-_HOMES: Final = {"ChatPagedCore": "pagedcore_langchain.chat", "PagedCoreLLM": "pagedcore_langchain.llm"}
+_HOMES: Final = {"ChatPagedCore": "pagedcore_langchain.chat", "PagedCoreLLM": "pagedcore_langchain.llm",
+                 "PagedCoreEmbeddings": "pagedcore_langchain.embeddings"}
 
 
 def create_chat(model: Any, **settings: Any) -> ChatPagedCore:
@@ -42,6 +44,12 @@ def create_llm(model: Any, **settings: Any) -> PagedCoreLLM:
     """Build a completion model; as ``create_chat``, with the fields of ``PagedCoreLLM``."""
     llm: PagedCoreLLM = _find("PagedCoreLLM").around(model, settings)
     return llm
+
+
+def create_embeddings(model: Any, **settings: Any) -> PagedCoreEmbeddings:
+    """Build embeddings; as ``create_chat``, with the fields of ``PagedCoreEmbeddings``."""
+    embeddings: PagedCoreEmbeddings = _find("PagedCoreEmbeddings").around(model, settings)
+    return embeddings
 
 
 def __getattr__(name: str) -> Any:

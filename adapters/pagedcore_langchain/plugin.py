@@ -9,8 +9,10 @@ from pagedcore.plugins.hookspecs import hookimpl
 
 @hookimpl
 def pagedcore_register(registry: Any) -> None:
-    """Add the two LangChain models to the table of adapters."""
+    """Add the LangChain models to the table of adapters."""
     registry.adapters.add("langchain", "pagedcore_langchain:create_chat", extra="langchain",
                           summary="a LangChain chat model")
     registry.adapters.add("langchain-llm", "pagedcore_langchain:create_llm", extra="langchain",
                           summary="a LangChain completion model")
+    registry.adapters.add("langchain-embeddings", "pagedcore_langchain:create_embeddings", extra="langchain",
+                          summary="LangChain embeddings")

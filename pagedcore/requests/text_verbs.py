@@ -24,6 +24,11 @@ class TextVerbs:
         """
         return self.input_processor.tokenizer
 
+    @property
+    def embedding_prompts(self) -> Mapping[str, str]:
+        """What the model's directory has texts begin with, by the names that ``embed`` takes as ``prompt_name``."""
+        return self.input_processor.embeddings.prompts
+
     def apply_chat_template(
         self, messages: Sequence[ChatMessage], *, tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True, continue_final_message: bool = False, **template_arguments: Any,

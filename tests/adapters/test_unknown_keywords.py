@@ -86,6 +86,7 @@ SETTINGS: dict[str, tuple[Callable[[], object], str]] = {
     "openai": (lambda: expose("openai", model="no-such", max_num_seq=1), "max_num_seqs"),
     "langchain": (lambda: expose("langchain", model="no-such", temprature=1), "temperature"),
     "langchain-llm": (lambda: expose("langchain-llm", model="no-such", max_num_seq=1), "max_num_seqs"),
+    "langchain-embeddings": (lambda: expose("langchain-embeddings", model="no-such", max_num_seq=1), "max_num_seqs"),
 }
 
 
