@@ -83,7 +83,9 @@ def compute_buffers(model: Any) -> None:
 
 def _with_models(module: Any, owner: Any) -> Iterator[tuple[Any, Any]]:
     """Yield every module in this one, and the model that initialises it."""
-    owner = module if hasattr(module, "_init_weights") else owner
+    from transformers import PreTrainedModel
+
+    owner = module if isinstance(module, PreTrainedModel) else owner
     yield module, owner
     for child in module.children():
         yield from _with_models(child, owner)
