@@ -145,20 +145,20 @@ def _backend(
     if use_packed is None:
         use_packed = partial(find_packed, source, _wanted(config, device)) if is_named else _no_packed
     packed = use_packed()
-    with _mapping(packed):
+    with _damage_first(packed):
         model = _load(model, stored, config, device, quantization) if packed is None else load_packed(
             source, stored, packed, trust_remote_code=config.trust_remote_code)
     on_loaded(model)
     _tell_parts(model.config)
     # Why: an architecture's own code runs here, and raises what it likes.
-    with _mapping(packed), as_refusals(source, "its architecture cannot run here", ModelNotSupported):
+    with _damage_first(packed), as_refusals(source, "its architecture cannot run here", ModelNotSupported):
         if quantization == AUTO_INT8 and not is_quantized:
             require_free(model)
             auto_int8.apply(model)
         backend = TransformersModel(
             model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
             linear_name=config.linear_backend, quantization=quantization, kv_cache_dtype=config.kv_cache_dtype,
-            device=device, await_weights=packed.require_undamaged if packed is not None else lambda: None,
+            device=device, when_made=packed.require_undamaged if packed is not None else lambda: None,
         )
     give_back_freed()
     if packed is not None:
@@ -181,7 +181,7 @@ def _tell_of_embeddings(backend: TransformersModel, given: Any, trust_remote_cod
 
 
 @contextmanager
-def _mapping(packed: PackedFile | None) -> Iterator[None]:
+def _damage_first(packed: PackedFile | None) -> Iterator[None]:
     """Raise that the file is damaged, if it is, in the place of what its bytes lead to."""
     try:
         yield

@@ -84,7 +84,7 @@ class TransformersModel:
         is_private: bool = False, runs_self_test: bool = True, decoder_factory: DecoderFactory | None = None,
         attention_name: str = "unnamed", linears: LinearFactory = FASTEST, linear_name: str = "auto",
         quantization: str = "none", kv_cache_dtype: str = "auto", device: Device = CPU,
-        await_weights: Callable[[], None] = lambda: None,
+        when_made: Callable[[], None] = lambda: None,
     ) -> None:
         """Take a model over: it cannot be used by itself any more.
 
@@ -96,18 +96,16 @@ class TransformersModel:
             runs_self_test: compare twelve tokens with a plain forward first.
             decoder_factory: makes what computes a batch; ``None``: the best for model and device.
             attention_name: what ``attention_factory`` is called.
-            linears: makes the products of linear layers on the CPU.
-            linear_name: what ``linears`` is called.
+            linears: makes the products of linear layers on the CPU; ``linear_name`` is what it is called.
             quantization: the scheme that ``linears`` follows; "none" for none.
             kv_cache_dtype: as in ``EngineConfig``.
             device: where the model computes.
-            await_weights: called when all products are made, and before any is computed.
+            when_made: called when all products are made, and before any is computed.
 
         Raises:
             ModelNotSupported: the architecture cannot run here, or the self-test failed.
             ModelTakenOver: another engine has the model.
-            InvalidConfig: its number format, or int8, cannot be stored in a KV pool, or it has weights on another
-                device.
+            InvalidConfig: a KV pool cannot store its number format, or int8, or it has weights on another device.
         """
         self.name = str(model.config.model_type)
         self._device, self.device_name, self.attention_name = device, device.gpu_name, attention_name
@@ -140,8 +138,7 @@ class TransformersModel:
             # were compared with their weights one by one. Quantised ones do not compute what those weights would.
             is_known = isinstance(model, ForCausalLM) and linears is FASTEST and decoder_factory is None
             compares_products = self._is_quantized or is_decoded_late or (is_known and device.kind == "cpu")
-            self._take_over(
-                device.take(model.eval()), factory, is_private, runs_self_test, compares_products, await_weights)
+            self._take_over(model, factory, is_private, runs_self_test, compares_products, when_made)
 
     @property
     def computes_in_torch(self) -> bool:
@@ -264,8 +261,9 @@ class TransformersModel:
 
     def _take_over(
         self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool,
-        compares_products: bool, await_weights: Callable[[], None],
+        compares_products: bool, when_made: Callable[[], None],
     ) -> None:
+        model = self._device.take(model.eval())
         own_attention = model.config._attn_implementation
         test = SelfTest(model, self.block_size, self._tolerance) if runs_self_test and not compares_products else None
         ownership.take(model)
@@ -281,7 +279,7 @@ class TransformersModel:
         self._weights = ownership.TakenWeights(model)
         for product in self._decoder.products:
             product.use_huge_pages()
-        await_weights()
+        when_made()
         with nullcontext() if self.computes_in_torch or self._device.kind != "cpu" else _kernels_compute():
             if runs_self_test and compares_products:
                 # Why now: what is expected of the model is what its own modules compute with these products.
