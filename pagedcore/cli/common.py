@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -55,6 +56,16 @@ def template_of(path: Path | None) -> str | None:
             return file.read(MAX_TEMPLATE_LENGTH + 1)
     except (OSError, UnicodeError) as error:
         raise InvalidConfig(f"--chat-template: the file cannot be read ({type(error).__name__}).") from None
+
+
+def silence_transformers() -> None:
+    """Have transformers say errors alone, without importing it, which takes long and may not be needed."""
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+    else:
+        os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 
 def console() -> Console:

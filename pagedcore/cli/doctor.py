@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from pagedcore import __version__
-from pagedcore.cli.common import console
+from pagedcore.cli.common import console, silence_transformers
 from pagedcore.config.memory_budget import format_memory
 from pagedcore.config.schemes import SCHEMES
 from pagedcore.errors import InvalidConfig, ModelNotSupported
@@ -54,11 +54,9 @@ def doctor(
 
 def diagnosis(model: str) -> dict[str, str]:
     """Return how ``model`` would be loaded and computed, what it takes and what it refuses, or why it cannot run."""
-    from transformers.utils import logging
-
     from pagedcore.models.loading import model_source
 
-    logging.set_verbosity_error()  # Why: remarks about a configuration would stand between the facts
+    silence_transformers()  # Why: remarks about a configuration would stand between the facts
     from pagedcore.models.diagnosis import diagnose
 
     source = model_source(model)

@@ -12,7 +12,7 @@ import typer
 from rich.table import Column, Table
 
 from pagedcore import EngineConfig
-from pagedcore.cli.common import DtypeOption, KVDtypeOption, QuantizationOption, console
+from pagedcore.cli.common import DtypeOption, KVDtypeOption, QuantizationOption, console, silence_transformers
 from pagedcore.config.memory_budget import format_memory, parse_memory
 
 
@@ -182,9 +182,7 @@ def size(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; sizes in bytes.")] = False,
 ) -> None:
     """Say how much memory a model takes for so many sequences, and what fits."""
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()  # Why: remarks about a configuration would stand between the figures
+    silence_transformers()  # Why: remarks about a configuration would stand between the figures
     report = size_model(model, context=context, concurrency=concurrency, dtype=dtype or "auto", memory=memory,
                         kv_cache_dtype=kv_cache_dtype or "auto", quantization=quantization or "none")
     if as_json:

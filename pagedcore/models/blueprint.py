@@ -9,19 +9,31 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.config.schemes import SCHEMES
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.attention.layers import AttentionLayer
 from pagedcore.models.checkpoints.pretrained import as_refusals, computing_dtype
-from pagedcore.models.checkpoints.quantized import config_of, files_of, replace_weights, stored_format
+from pagedcore.models.checkpoints.quantized import (
+    StoredFormat,
+    config_of,
+    files_of,
+    quick_tree,
+    replace_weights,
+    stored_format,
+)
+from pagedcore.models.checkpoints.quick_start import NotQuick
 from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.families import model_facts, supported_models
+from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore.models.linears.int8_embedding import FIELD, embedding_bytes, kind_of_embedding
 from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.packed_linear import can_pack, matrix_of
@@ -64,13 +76,11 @@ def read_blueprint(
     """
     make_layout = layout_maker(attention_factory, settings.kv_cache_dtype)
     stored, dtype = stored_format(os.fspath(source)), computing_dtype(settings.dtype)
-    config = config_of(os.fspath(source), stored, settings.trust_remote_code)
-    with as_refusals(os.fspath(source)):
-        model = tree_of(config, dtype, settings.trust_remote_code)
+    model = read_tree(os.fspath(source), stored, dtype, settings.trust_remote_code)[0]
+    config = model.config
     try:
-        with torch.device("meta"), torch.inference_mode():
-            layers, _ = redirect_attention(model)
-            shapes = kv_shapes(layers)
+        layers = attention_of(model)[0]
+        shapes = kv_shapes(layers)
     except RuntimeError as error:  # what torch raises for an operation that needs numbers
         raise ModelNotSupported(
             f"model: what {config.model_type!r} computes depends on its weights, so that the configuration does not "
@@ -129,6 +139,50 @@ def _shares_rows(model: Any, layers: Mapping[int, AttentionLayer]) -> bool:
     except NotFused:
         return False
     return can_share(model.get_input_embeddings(), model.get_output_embeddings())
+
+
+def read_tree(
+    source: str, stored: StoredFormat | None, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[Any, Any]:
+    """Return a model without memory, of modules of ours where an engine has these, and the number format of its files.
+
+    Args:
+        source: a directory, a GGUF file, or a name on the hub.
+        stored: how its files hold it; ``None``: as numbers.
+        dtype: number format of the weights.
+        trust_remote_code: whether code shipped with the model may run.
+
+    Raises:
+        ModelNotSupported: the architecture cannot run here.
+        InvalidConfig: there is no such model.
+    """
+    if Path(source).is_dir():
+        # Why: transformers' modules bring torch's compiler, whose import takes two seconds.
+        with suppress(NotQuick):
+            quick = quick_tree(source, stored, dtype)
+            _share_one_number(quick)
+            return quick, quick.config.dtype
+    config = config_of(source, stored, trust_remote_code)
+    # Why first: building the tree makes the configuration's format the tree's.
+    number_format = config.dtype
+    with as_refusals(source):
+        return tree_of(config, dtype, trust_remote_code), number_format
+
+
+def _share_one_number(model: ForCausalLM) -> None:
+    """Let all weights be views of one number. Why not "meta": computing there imports torch's compiler too."""
+    views: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, one in list(module.named_parameters(recurse=False)):
+            view = views.setdefault(id(one), nn.Parameter(one.new_empty(1, device="cpu").expand(one.shape), False))
+            setattr(module, name, view)
+
+
+def attention_of(model: Any) -> tuple[dict[int, AttentionLayer], int]:
+    """Send the attention of a tree of ``read_tree`` to the current step; returns and raises as ``redirect_attention``.
+    """
+    with nullcontext() if isinstance(model, ForCausalLM) else torch.device("meta"), torch.inference_mode():
+        return redirect_attention(model)
 
 
 def tree_of(config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from pagedcore.generation_defaults import GenerationDefaults, describe
-from pagedcore.models.blueprint import tree_of
+from pagedcore.models.blueprint import attention_of, read_tree
 from pagedcore.models.checkpoints import quantized
 from pagedcore.models.checkpoints.fp8 import FP8
 from pagedcore.models.checkpoints.gguf import GGUF
@@ -28,7 +28,6 @@ from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.families.model_facts import configured_len, eos_token_ids, max_model_len, num_short_tokens
 from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.packed_experts import left_alone
-from pagedcore.models.transformers_model import redirect_attention
 from pagedcore.tokenizer.other_files import missing_packages, tokenizer_file
 from pagedcore.tokenizer.quick_tokenizer import read_tokenizer
 
@@ -46,24 +45,22 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     """
     name, directory = os.fspath(source), Path(source)
     stored = quantized.stored_format(name)
-    config = quantized.config_of(name, stored, trust_remote_code)
     dtype = computing_dtype("auto")
+    model, number_format = read_tree(name, stored, dtype, trust_remote_code)
+    config = model.config
     files = _files_of(name, stored, dtype, trust_remote_code)
     quantisation = "none" if stored is None else f"{stored.scheme}, as the files have it"
     whole = getattr(config, WHOLE, None)
-    # Why before the tree is built: building it makes the configuration's format the tree's.
     facts = {
         "architecture": f"{config.model_type}, the language model in {whole}; images and audio are left out" if whole
                         else str(config.model_type),
         "files": files,
         "tokenizer": _reader_of_tokenizer(directory),
         "quantisation": f"{stored.scheme}: {stored.described}" if isinstance(stored, GGUF | FP8) else quantisation,
-        "number format": _format_of(config.dtype, dtype),
+        "number format": _format_of(number_format, dtype),
         "context": _context_of(config),
     }
-    model = tree_of(config, dtype, trust_remote_code)
-    with torch.device("meta"), torch.inference_mode():
-        layers, vocab_size = redirect_attention(model)
+    layers, vocab_size = attention_of(model)
     decoder, others = "fused kernels", left_alone(model)
     try:
         recognise(model, layers)

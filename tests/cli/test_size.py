@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +198,16 @@ def test_a_converted_directory_is_sized_as_what_it_holds(tmp_path: Path) -> None
     invoke("convert", "demo", "--quantization", "w8a8", "--out", str(out))
     assert size_model(out, context=64).weight_bytes == size_model("demo", context=64, quantization="w8a8").weight_bytes
     assert "None" not in invoke("size", "demo").split("what", 1)[0]
+
+
+@pytest.mark.parametrize("command", ["size demo", "doctor demo", "doctor", "demo --help"])
+def test_what_an_engine_does_without_is_not_imported(command: str) -> None:
+    """Neither transformers nor what its models bring, torch's compiler above all, which takes two seconds."""
+    code = ("import sys; from pagedcore.cli.main import main\n"
+            "sys.argv = ['pagedcore', *sys.argv[1:]]\n"
+            "try: main()\n"
+            "except SystemExit as end: assert not end.code\n"
+            "print(sorted({'transformers', 'torch._dynamo', 'torch.distributed.tensor', 'sympy'} & {*sys.modules}))")
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+    assert done.stdout.splitlines()[-1] == "[]"

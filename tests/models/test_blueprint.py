@@ -13,11 +13,13 @@ import torch
 
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.errors import InvalidConfig, ModelNotSupported
-from pagedcore.models.blueprint import Blueprint, read_blueprint
+from pagedcore.models.blueprint import Blueprint, read_blueprint, read_tree
+from pagedcore.models.checkpoints import quick_start
+from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.cpu.matmul.packed import can_multiply
 from pagedcore_kernels.reference import ReferenceAttention
-from support.families import config_of
+from support.families import config_of, tiny_model
 
 GIB = 2**30
 
@@ -86,3 +88,19 @@ def test_what_an_engine_refuses_is_refused(
         (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(error, match=message):
         read_blueprint(tmp_path, ReferenceAttention, EngineConfig())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text", "phi3", "granite", "olmo3", "smollm3"])
+def test_a_model_is_as_large_with_modules_of_transformers(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where files are read without transformers, so is what they will take, and it is the same."""
+    tiny_model(family).save_pretrained(tmp_path)
+    plans = []
+    for is_quick in (True, False):
+        if not is_quick:
+            monkeypatch.setattr(quick_start, "FAMILIES", {})
+        tree = read_tree(str(tmp_path), None, torch.bfloat16, False)[0]
+        assert isinstance(tree, ForCausalLM) == is_quick
+        plans.append(read_blueprint(tmp_path, ReferenceAttention, EngineConfig(dtype="bfloat16", block_size=16)))
+    assert plans[0] == plans[1]

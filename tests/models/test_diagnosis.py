@@ -42,8 +42,7 @@ def test_the_diagnosis_is_what_an_engine_does(
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.Module, "load_state_dict", lambda *_: pytest.fail("weights were read"))
         patch.setattr("transformers.PreTrainedModel.from_pretrained", lambda *_: pytest.fail("weights were read"))
-        patch.setattr("pagedcore.models.checkpoints.quick_start.ForCausalLM",
-                      lambda *_: pytest.fail("weights were read"))
+        patch.setattr("pagedcore.models.checkpoints.pretrained.read_model", lambda *_: pytest.fail("weights were read"))
         facts = diagnose(tmp_path)
     assert facts["files"].startswith("read without transformers") == is_quick
     assert facts["decoder"].startswith("fused kernels") == is_fused

@@ -158,13 +158,13 @@ def load_stored(
 def why_not_quick(source: str, stored: StoredFormat) -> str:
     """Return why ``load_stored`` leaves a model to transformers, or "" if it does not; no weight is read."""
     try:
-        _quick_tree(source, stored, torch.float32)
+        quick_tree(source, stored, torch.float32)
     except NotQuick as reason:
         return str(reason)
     return ""
 
 
-def _quick_tree(
+def quick_tree(
     source: str, stored: StoredFormat | None, dtype: torch.dtype, num_tensors: int | None = None
 ) -> ForCausalLM:
     """Build a model's modules without transformers; arguments as of ``tree_of``.
@@ -204,7 +204,7 @@ def tree_of(
     """
     if is_quick:
         try:
-            return _quick_tree(source, stored, dtype, num_tensors)
+            return quick_tree(source, stored, dtype, num_tensors)
         except NotQuick as reason:
             _log.debug("The modules of the model are those of transformers: %s.", reason)
     from transformers import AutoModelForCausalLM, GenerationConfig
