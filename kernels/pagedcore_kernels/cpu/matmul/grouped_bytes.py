@@ -6,8 +6,8 @@ four signed inputs of a row. ``grouped_rows.py`` puts a row's inputs in the orde
 bits have too: two steps as ``tiles.py`` has them, of signed values.
 
 Without an instruction that adds four products to an int32, two of 4 bits are added as int16, and those of 32 inputs
-after that, which an int16 holds: 16 * 15 * 127 is below 2**15. Values of 8 bits are widened to int16 first, as a sum of
-two could be too large; with the instruction, which takes unsigned weights, they are counted from -128.
+after that, which an int16 holds: 16 * 15 * 127 is below 2**15. Of 8 bits it holds two, see ``tiles.add_products``; with
+the instruction, which takes unsigned weights, values of 8 bits are counted from -128.
 
 Invariant: an output is, over the groups in order, ``fma(float(sum) * row scale, scale, sum before)``, where the sum is
 that of the group's products ``row * (value - zero)``, an exact int32; with least weights comes then

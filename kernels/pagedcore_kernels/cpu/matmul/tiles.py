@@ -4,8 +4,9 @@ A panel is ``PANEL`` outputs of a weight matrix, in steps that take ``STEP_BYTES
 side by side in bfloat16, four in int8. An instruction multiplies a row's step by sixteen outputs and adds to sixteen
 sums, float32 or int32, which stay in registers over a slice of a chunk of steps. Where no instruction takes pairs of
 bfloat16, the two are widened to float32 and added one after the other, to rows that were widened before; where none
-takes four int8, they are widened to int16, whose products cannot saturate. ``amx.py`` multiplies the same panels with
-other instructions; ``packed.py`` and ``packed_int8.py`` make products of them.
+adds four products of int8, two are added as int16, which holds those of magnitudes and inputs with the weights' signs.
+``amx.py`` multiplies the same panels with other instructions; ``packed.py`` and ``packed_int8.py`` make products of
+them.
 
 Invariant: an output is the sum over chunks, in order, of the sum over the chunk's steps, in order; int32 sums are
 exact in any order. How many rows a tile has and how a chunk is sliced change the speed and never a bit.
@@ -23,6 +24,7 @@ from numba.extending import intrinsic, register_jitable
 from pagedcore_kernels.cpu.features import has_wide_vectors
 from pagedcore_kernels.cpu.simd import (
     FLOAT,
+    INT8,
     INT16,
     INT32,
     INT64,
@@ -57,7 +59,7 @@ STEP_BYTES = 4 * PANEL
 SINGLES, PAIRS, WIDENED_PAIRS = 0, 1, 2
 """How a step is multiplied: float32; pairs of bfloat16 in one instruction; such pairs widened."""
 BYTES, WIDENED_BYTES = 4, 5
-"""The same for int8: four of them in one instruction, which takes the row's as uint8; four widened to int16."""
+"""The same for int8: four of them in one instruction, which takes the row's as uint8; two as int16, then four."""
 MATRIX_UNITS, BYTE_MATRIX_UNITS = 3, 6
 """On matrix units, see ``amx.py``: pairs of bfloat16; four int8, the row's as uint8."""
 GROUP_MATRIX_UNITS, HALF_MATRIX_UNITS = 7, 8
@@ -68,6 +70,7 @@ SUM_BYTES = 4 * PANEL
 _VECTORS = PANEL // LANES
 _WHOLE = ir.VectorType(INT32, LANES)
 _WORDS = ir.VectorType(INT16, 2 * LANES)
+_BYTES = ir.VectorType(INT8, 4 * LANES)
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -271,10 +274,13 @@ def add_products(b: Builder, form: int, total: Value, weights: Value, inputs: Va
     if form == BYTES:
         return add_four_products(b, LANES if has_wide_vectors() else LANES // 2, total, inputs, weights)
     if form == WIDENED_BYTES:
-        for some, others in zip(_halves(b, inputs), _halves(b, weights), strict=True):
-            # Two products of each lane are added as int32, which holds them.
-            total = b.add(total, in_parts(b, "avx2.pmadd.wd", _WHOLE, LANES // 2, some, others))
-        return total
+        of_weights, of_inputs = (b.bitcast(one, _BYTES) for one in (weights, inputs))
+        # Why magnitudes: the instruction takes unsigned bytes, as which -128 becomes 128. Inputs are -127 to 127, so two
+        # products are 2 * 128 * 127 at most, which an int16 holds.
+        magnitudes = in_parts(b, "avx2.psign.b", _BYTES, 2 * LANES, of_weights, of_weights)
+        signed = in_parts(b, "avx2.psign.b", _BYTES, 2 * LANES, of_inputs, of_weights)
+        pairs = in_parts(b, "avx2.pmadd.ub.sw", _WORDS, LANES, magnitudes, signed)
+        return b.add(total, in_parts(b, "avx2.pmadd.wd", _WHOLE, LANES // 2, pairs, integer_constant(1, _WORDS)))
     if form != PAIRS:
         return fma(b, inputs, weights, total)
     return add_pairs(b, total, b.bitcast(weights, PAIR_VECTOR), b.bitcast(inputs, PAIR_VECTOR))
@@ -317,13 +323,6 @@ def _zero(form: int) -> Value:
 def _inputs(b: Builder, form: int, address: Value, offset: Value) -> Value:
     """Load one step of a row into all lanes."""
     return splat(b, load(b, address, offset, INT32 if is_of_bytes(form) else FLOAT, 4))
-
-
-def _halves(b: Builder, four: Value) -> tuple[Value, Value]:
-    """Widen four int8 in each of sixteen lanes to int16: the first and the third of a lane, the second and fourth."""
-    pairs = b.bitcast(four, _WORDS)
-    eight = integer_constant(8, _WORDS)
-    return b.ashr(b.shl(pairs, eight), eight), b.ashr(pairs, eight)
 
 
 def lane_numbers(start: int, count: int) -> Value:
