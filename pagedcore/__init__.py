@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from pagedcore.engine.continuous_batcher import Batch, BatchRequest, ContinuousBatcher
     from pagedcore.engine.engine import Engine
     from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
-    from pagedcore.outputs import CompletionOutput, Delta, Embedding, RequestOutput, TokenLogprobs, TokenText, Usage
+    from pagedcore.outputs import (
+        CompletionOutput,
+        CompletionScore,
+        Delta,
+        Embedding,
+        RequestOutput,
+        TokenLogprobs,
+        TokenText,
+        Usage,
+    )
     from pagedcore.plugins.manager import expose
     from pagedcore.requests.infill import Infill
     from pagedcore.requests.request import Request
@@ -34,10 +43,10 @@ if TYPE_CHECKING:
     from pagedcore.tool_calls.chat_reply import ChatReply
 
 __all__ = [
-    "AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "CompletionOutput", "ContinuousBatcher", "Delta",
-    "Embedding", "Engine", "EngineConfig", "Infill", "MemoryBudget", "Request", "RequestOutput", "SamplingParams",
-    "Session", "StructuredOutput", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text",
-    "expose",
+    "AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "CompletionOutput", "CompletionScore",
+    "ContinuousBatcher", "Delta", "Embedding", "Engine", "EngineConfig", "Infill", "MemoryBudget", "Request",
+    "RequestOutput", "SamplingParams", "Session", "StructuredOutput", "TokenLogprobs", "TokenText", "Usage",
+    "engine_metrics", "engine_metrics_text", "expose",
 ]
 
 _HOMES: Final = {

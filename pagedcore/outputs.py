@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -196,6 +197,29 @@ class RequestOutput:
         for completion in self.outputs:
             if completion.error is not None:
                 raise completion.error
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionScore:
+    """How likely a given completion is behind its prompt, under the model's own distribution."""
+
+    token_ids: tuple[int, ...]
+    """Of the completion."""
+    logprobs: tuple[float, ...]
+    """The log-probability of each of them, given everything before it."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Tokens at the beginning whose keys and values were already in the cache."""
+
+    @property
+    def total(self) -> float:
+        """The log-probability of the whole completion."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def mean(self) -> float:
+        """The same for each token, by which completions of different lengths are compared."""
+        return self.total / len(self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)

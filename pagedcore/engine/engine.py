@@ -26,7 +26,7 @@ from pagedcore.engine.wait_log import WaitLog
 from pagedcore.errors import EngineClosed, InternalError, NotPicklable
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.lazy_names import delegate
-from pagedcore.outputs import Delta, Embedding, Explanation, Quote, RequestOutput
+from pagedcore.outputs import CompletionScore, Delta, Embedding, Explanation, Quote, RequestOutput
 from pagedcore.protocols import ChatMessage, Clock, MonotonicClock
 from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options, sampling_advice
 from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, options_at, texts_of
@@ -37,6 +37,7 @@ from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable
+from pagedcore.requests.scoring import CompletionScorer, completions_of
 from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.text_verbs import TextVerbs
 from pagedcore.requests.turn_rules import TurnRules
@@ -287,6 +288,27 @@ class Engine(TextVerbs):
         processed = [encoder.process(one, options_at(asked, place)) for place, one in enumerate(texts_of(texts))]
         outputs = self._complete(processed, show_progress)
         return [embedding_of(one) for one in outputs]
+
+    def score(
+        self, prompt: Prompt, completions: Text | Iterable[Text], *, show_progress: bool | None = False,
+        **options: Unpack[OptionKeywords],
+    ) -> list[CompletionScore]:
+        """Say how likely given completions of a prompt are, in the same order; the prompt is computed once.
+
+        Args:
+            prompt: as for ``add_request``.
+            completions: any number, each text, which is tokenised by itself, or token ids; one of them is one.
+            show_progress: as for ``generate``.
+            **options: as for ``add_request``.
+
+        Raises:
+            InvalidRequest: the prompt or a completion is refused; then none was started.
+            RequestFailed: a completion could not be computed.
+        """
+        asked, scorer = read_options(options, "show_progress"), CompletionScorer.of(self.input_processor, prompt)
+        given = enumerate(completions_of(completions))
+        outputs = self._complete([scorer.process(one, options_at(asked, place)) for place, one in given], show_progress)
+        return [scorer.score_of(one) for one in outputs]
 
     def _complete(
         self, processed: Iterable[ProcessedRequest], show_progress: bool | None = False

@@ -60,6 +60,8 @@ class ProcessedRequest:
     """What an observer says that the request belongs to, where it was submitted."""
     new_reader: Callable[[], ReadsHidden] | None = None
     """Makes what reads the hidden states of a request that generates nothing."""
+    num_unscored: int | None = None
+    """Of a request that generates nothing and is scored: how many positions at its beginning are not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,10 +103,13 @@ class Request:
     @property
     def is_on_target(self) -> bool:
         """Whether this turn has ended by itself, and kept the targets of its options."""
-        options, metrics = self.options, self.metrics
-        if self.error is not None or metrics.first_token_s is None or metrics.finished_s is None:
+        options, metrics, first_s = self.options, self.metrics, self.metrics.first_token_s
+        if first_s is None and self.sequences[0].hidden_from is not None and not self.was_aborted:
+            # Why: what generates nothing is there at once.
+            first_s = metrics.finished_s
+        if self.error is not None or first_s is None or metrics.finished_s is None:
             return False
-        took_s, decode_s = metrics.finished_s - metrics.arrival_s, metrics.finished_s - metrics.first_token_s
+        took_s, decode_s = metrics.finished_s - metrics.arrival_s, metrics.finished_s - first_s
         num_intervals = max(1, max(one.num_output_tokens for one in self.sequences) - 1)
         return (
             took_s <= (options.deadline_s or math.inf)

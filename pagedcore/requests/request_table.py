@@ -131,6 +131,9 @@ class RequestTable:
         if processed.new_reader is not None:
             request.reader = processed.new_reader()
             sequences[0].hidden_from = request.reader.first
+        if processed.num_unscored is not None:
+            sequences[0].hidden_from = len(processed.token_ids)
+            sequences[0].prompt_logprobs = [None] * processed.num_unscored  # type: ignore[list-item]
         try:
             if not processed.has_candidates:
                 for one in self.outputs.observers:

@@ -1,4 +1,4 @@
-"""Vectors of texts from an engine on its own thread: a bulk of them is handed over as others leave room for it."""
+"""Vectors and scores of texts from an engine on its own thread: a bulk is handed over as others leave room for it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Final, Unpack
+from typing import Any, Final, TypeVar, Unpack
 
 from pagedcore.embedding_defaults import Pooling
 from pagedcore.errors import RequestTimeout
-from pagedcore.outputs import Embedding, RequestOutput
-from pagedcore.request_options import NO_OPTIONS, TIMEOUT, OptionKeywords, read_options
+from pagedcore.outputs import CompletionScore, Embedding, RequestOutput
+from pagedcore.request_options import NO_OPTIONS, TIMEOUT, OptionKeywords, RequestOptions, read_options
 from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, options_at, texts_of
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
+from pagedcore.requests.scoring import CompletionScorer, completions_of
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.host_program import running_loop
 from pagedcore.serving.stream import AwaitableFuture
 
+_T = TypeVar("_T")
 _AT_ONCE: Final = 64
 """Texts of one call that the engine has at a time: enough to fill its steps, and the queue keeps room for others."""
 
 
 class AsyncEmbeddings:
-    """The part of an ``AsyncEngine`` that embeds."""
+    """The part of an ``AsyncEngine`` that embeds and scores."""
 
     input_processor: InputProcessor
 
@@ -69,23 +71,44 @@ class AsyncEmbeddings:
             RequestTimeout: it took longer than ``timeout_s``.
             NoEventLoop: no event loop of asyncio runs here.
         """
-        running_loop()
-        limit_s = TIMEOUT.check("timeout_s", timeout_s)
         asked = read_options(options, *KEYWORDS, "timeout_s", "wait_for_room")
         encoder = TextEncoder.of(self.input_processor, pooling, normalize, dimensions, prompt_name)
-        running, done = deque[AwaitableFuture[RequestOutput]](), list[Embedding]()
+        return await self._each(encoder.process, texts_of(texts), embedding_of, asked, timeout_s, wait_for_room)
+
+    async def score(
+        self, prompt: Prompt, completions: Text | Iterable[Text], *, timeout_s: float | None = None,
+        wait_for_room: bool = True, **options: Unpack[OptionKeywords],
+    ) -> list[CompletionScore]:
+        """Say how likely given completions of a prompt are, as ``Engine.score``; other arguments as ``embed``.
+
+        Raises:
+            InvalidRequest: as ``Engine.score``; the rest as ``embed``.
+        """
+        asked = read_options(options, "timeout_s", "wait_for_room")
+        scorer = CompletionScorer.of(self.input_processor, prompt)
+        given = completions_of(completions)
+        return await self._each(scorer.process, given, scorer.score_of, asked, timeout_s, wait_for_room)
+
+    async def _each(
+        self, process: Callable[[Any, RequestOptions], ProcessedRequest], given: list[Any],
+        result_of: Callable[[RequestOutput], _T], asked: RequestOptions, timeout_s: float | None, may_wait: bool,
+    ) -> list[_T]:
+        """Send texts off, some of them at a time, and return their results in order."""
+        running_loop()
+        limit_s = TIMEOUT.check("timeout_s", timeout_s)
+        running, done = deque[AwaitableFuture[RequestOutput]](), list[_T]()
 
         async def finish_first() -> None:
-            done.append(embedding_of(await asyncio.wrap_future(running[0])))
+            done.append(result_of(await asyncio.wrap_future(running[0])))
             running.popleft()
 
         try:
             async with asyncio.timeout(limit_s):
-                for place, text in enumerate(texts_of(texts)):
+                for place, text in enumerate(given):
                     while len(running) >= _AT_ONCE:
                         await finish_first()
-                    prepare = partial(encoder.process, text, options_at(asked, place))
-                    running.append(self._submit(prepare, text, None, asked.owner, wait_for_room or place > 0))
+                    prepare = partial(process, text, options_at(asked, place))
+                    running.append(self._submit(prepare, text, None, asked.owner, may_wait or place > 0))
                     # Why: preparing many texts at once would keep the caller's loop from all else.
                     await asyncio.sleep(0)
                 while running:

@@ -12,7 +12,8 @@ import pytest
 import pagedcore
 from architecture.sources import PACKAGE_PARENTS, PACKAGES, ROOT
 
-PUBLIC = ["AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "CompletionOutput", "ContinuousBatcher", "Delta",
+PUBLIC = ["AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "CompletionOutput", "CompletionScore",
+          "ContinuousBatcher", "Delta",
           "Embedding", "Engine", "EngineConfig", "Infill", "MemoryBudget", "Request", "RequestOutput", "SamplingParams",
           "Session", "StructuredOutput", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text",
           "expose"]

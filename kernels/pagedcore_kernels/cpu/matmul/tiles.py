@@ -275,8 +275,8 @@ def add_products(b: Builder, form: int, total: Value, weights: Value, inputs: Va
         return add_four_products(b, LANES if has_wide_vectors() else LANES // 2, total, inputs, weights)
     if form == WIDENED_BYTES:
         of_weights, of_inputs = (b.bitcast(one, _BYTES) for one in (weights, inputs))
-        # Why magnitudes: the instruction takes unsigned bytes, as which -128 becomes 128. Inputs are -127 to 127, so two
-        # products are 2 * 128 * 127 at most, which an int16 holds.
+        # Why magnitudes: the instruction takes unsigned bytes, as which -128 becomes 128. Inputs are -127 to 127, so
+        # two products are 2 * 128 * 127 at most, which an int16 holds.
         magnitudes = in_parts(b, "avx2.psign.b", _BYTES, 2 * LANES, of_weights, of_weights)
         signed = in_parts(b, "avx2.psign.b", _BYTES, 2 * LANES, of_inputs, of_weights)
         pairs = in_parts(b, "avx2.pmadd.ub.sw", _WORDS, LANES, magnitudes, signed)
