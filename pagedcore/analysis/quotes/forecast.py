@@ -23,9 +23,11 @@ class Job:
     num_prefill: int
     """Positions to compute before its next token; 0: it decodes."""
     num_left: int
-    """Tokens to come, one at least."""
+    """Tokens to come, one at least, before it ends or ``num_after`` counts."""
     num_known: int
     """Its tokens so far."""
+    num_after: int = 0
+    """Tokens to come once all so far are computed again, which a model with two kinds of angles does at a border."""
 
     def __lt__(self, other: Job) -> bool:
         """Order jobs that end in the same step."""
@@ -98,7 +100,7 @@ class Forecast:
 
     def _claim(self, job: Job, sign: int) -> None:
         if self.bounds.is_guaranteed:
-            self._num_claimed += sign * (job.num_known + job.num_left)
+            self._num_claimed += sign * (job.num_known + job.num_left + job.num_after)
 
     def _start(self) -> None:
         """Start what has room, as ``admission`` does: as long as there are rows, tokens and blocks."""
@@ -114,7 +116,7 @@ class Forecast:
                 if num_rows:
                     return
                 self.now_s = self.opens_s
-            held += job.num_known + (job.num_left if bounds.is_guaranteed else 0)
+            held += job.num_known + (job.num_left + job.num_after if bounds.is_guaranteed else 0)
             if num_rows and held > bounds.num_positions:
                 return
             self.num_operations += 1
@@ -148,16 +150,21 @@ class Forecast:
                     num_tokens = room
         self._pass(num_steps, num_tokens, sum([one.num_known for one in done]))
         for job in done:
-            self.first_s[job.number] = self.now_s
+            self.first_s.setdefault(job.number, self.now_s)
             job.num_left -= 1
             job.num_known += 1
             heappush(decoding, (self._num_steps + job.num_left, job))
             self._num_read += job.num_known
         while decoding and decoding[0][0] <= self._num_steps:
             _, job = heappop(decoding)
-            self.end_s[job.number] = self.now_s
-            self._num_read -= job.num_known + job.num_left
-            self._claim(job, -1)
+            num_known = job.num_known + job.num_left
+            self._num_read -= num_known
+            if job.num_after:
+                job.num_prefill, job.num_known, job.num_left, job.num_after = num_known, num_known, job.num_after, 0
+                prefilling.append(job)
+            else:
+                self.end_s[job.number] = self.now_s
+                self._claim(job, -1)
 
     def _pass(self, num_steps: int, num_tokens: int, num_read: int) -> None:
         """Let so many equal steps pass, with so many prompt tokens in each of them."""

@@ -276,9 +276,9 @@ class QuoteBook(EngineObserver):
                 if num_left == 1:
                     forecast.end_s[number] = step_s
                     continue
-                started.append(Job(number, 0, num_left - 1, num_known + 1))
+                started.append(_job(sequence, 0, num_left - 1, num_known + 1))
             else:
-                started.append(Job(number, num_known - row.end, num_left, num_known))
+                started.append(_job(sequence, num_known - row.end, num_left, num_known))
         if rows:
             forecast.now_s = step_s
         return started, behind
@@ -317,7 +317,16 @@ def job_of(sequence: Sequence, num_left: int) -> Job:
     """Return what is left of a sequence that gets so many tokens."""
     num_prefill = len(sequence.token_ids) - sequence.num_computed_tokens
     is_decoding = sequence.status.value != "waiting" and num_prefill == 1 and sequence.num_output_tokens > 0
-    return Job(sequence.sequence_id, 0 if is_decoding else num_prefill, num_left, len(sequence.token_ids))
+    return _job(sequence, 0 if is_decoding else num_prefill, num_left, len(sequence.token_ids))
+
+
+def _job(sequence: Sequence, num_prefill: int, num_left: int, num_known: int) -> Job:
+    """Return a job, in two parts if all of it is computed again on the way."""
+    short, number = sequence.num_short_tokens, sequence.sequence_id
+    before = num_left if short is None or sequence.is_long else short + 1 - num_known
+    if before <= 0:
+        return Job(number, num_known, num_left, num_known)
+    return Job(number, num_prefill, min(before, num_left), num_known, max(0, num_left - before))
 
 
 def bounds_of(scheduler: Scheduler) -> Bounds:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from pagedcore import SamplingParams
+from pagedcore.analysis.quotes.forecast import Forecast
+from pagedcore.analysis.quotes.quote_book import bounds_of, job_of
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineOverloaded, InvalidConfig, InvalidRequest, InvalidSampling, PromiseRefused
@@ -31,10 +33,12 @@ TIMES = StepTimes(1e-1, 0.0, 0.0, 0.0)
 PROMISES: dict[str, Any] = {"scheduling_policy": "deadline", "policy_options": {"promises": True}}
 
 
-def steady(**settings: Any) -> tuple[Engine, VirtualClock]:
+def steady(num_short_tokens: int | None = None, **settings: Any) -> tuple[Engine, VirtualClock]:
     """An engine of two rows, each step of which takes a tenth of a second, and which has learnt that it does."""
     clock = VirtualClock()
     model = PacedModel(clock, itertools.repeat(1.0), TIMES)
+    if num_short_tokens is not None:
+        model.num_short_tokens = num_short_tokens  # type: ignore[attr-defined]
     settings = {"max_num_seqs": 2, "num_kv_blocks": 100, "block_size": 16, "check_invariants": True, **settings}
     engine = Engine(build_components(model, **{**PROMISES, **settings}), clock=clock)
     # Why one and two: what a row costs is known only when batches differ.
@@ -76,6 +80,22 @@ def test_a_deadline_is_promised_or_refused_with_the_time_to_ask_again() -> None:
     assert stats.num_promises - before.num_promises == 3
     assert (stats.num_promises_kept, stats.num_promises_broken) == (stats.num_promises, 0)
     assert stats.num_promises_refused > 1
+
+
+@pytest.mark.parametrize("num_prompt", [28, 32, 33])
+def test_what_is_computed_again_at_the_border_of_a_context_is_forecast(num_prompt: int) -> None:
+    """A sequence of more than 32 tokens has other angles here: all of it is computed again, in five steps of eight
+    tokens, unless it began so. A forecast counts them, also of another request behind it."""
+    engine, clock = steady(32, max_num_batched_tokens=8, max_num_seqs=1, enable_prefix_caching=False)
+    num_steps = -(-num_prompt // 8) + 12 - 1 + (5 - 1 if num_prompt <= 32 else 0)
+    start_s = clock.now_s
+    requests = [engine.add_request([1000] * num_prompt, exactly(12), deadline_s=60.0) for _ in range(2)]
+    jobs = [job_of(one.sequences[0], 12) for one in requests]
+    forecasts = list(Forecast(TIMES, bounds_of(engine.components.scheduler)).run((), jobs).end_s.values())
+    run(engine)
+    ends_s = [(one.metrics.finished_s or 0.0) - start_s for one in requests]
+    assert ends_s == pytest.approx([num_steps / 10, 2 * num_steps / 10])
+    assert forecasts == pytest.approx(ends_s)
 
 
 def test_what_no_idle_engine_could_do_is_an_error_of_the_caller() -> None:
