@@ -101,19 +101,23 @@ def load_pretrained(
                 directory, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
                 local_files_only=is_local, trust_remote_code=trust_remote_code,
             )
-    missing = sorted(report["missing_keys"])
-    if is_named_headless(model.config) and missing == [HEAD]:
-        # Why the embedding's: it takes no memory, and nobody reads what it computes.
-        model.get_output_embeddings().weight, missing = model.get_input_embeddings().weight, []
-        setattr(model.config, HEADLESS, True)
-    # Why: transformers fills gaps with random numbers.
-    if missing:
-        raise InvalidConfig(
-            f"model: {len(missing)} weights are missing from its files, {missing[0]} among them. Download it again."
-        )
+    _fill_gaps(model, sorted(report["missing_keys"]))
     tell_own_class(Path(directory), trust_remote_code)
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _fill_gaps(model: Any, missing: list[str]) -> None:
+    """Give a model without an output layer the embedding's; refuse one whose files lack other weights."""
+    # Rule: transformers fills gaps with random numbers.
+    if is_named_headless(model.config) and missing == [HEAD]:
+        # Why the embedding's: it takes no memory, and nobody reads what it computes.
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        setattr(model.config, HEADLESS, True)
+    elif missing:
+        raise InvalidConfig(
+            f"model: {len(missing)} weights are missing from its files, {missing[0]} among them. Download it again."
+        )
 
 
 def load_config(
