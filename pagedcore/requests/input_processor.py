@@ -118,7 +118,8 @@ class InputProcessor:
             limit = f"up to max_num_waiting ({self.max_num_waiting})"
             raise TooManySequences("n" if params.n == num_initial else "best_of", num_initial, limit)
         if isinstance(prompt, str):
-            given: object = self.tokens_of_text(prompt, adds_special_tokens=known is None)
+            validation.validate_text(prompt, self.max_model_len)
+            given: object = self._encode(prompt, adds_special_tokens=known is None)
         elif type(prompt) is Infill:
             if known is not None:
                 require_no_gap(prompt)
@@ -149,6 +150,9 @@ class InputProcessor:
         ``TextFailed``.
         """
         validation.validate_text(text, self.max_model_len)
+        return self._encode(text, adds_special_tokens=adds_special_tokens)
+
+    def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:
             raise _needs_tokenizer("text")
         with _tokenizing():
