@@ -234,11 +234,13 @@ def test_a_backend_without_hidden_states_embeds_nothing() -> None:
     ({"1_Pooling/config.json": {"pooling_mode_cls_token": True}}, "'cls', as the model's directory says"),
     ({"1_Pooling/config.json": {"pooling_mode": ["mean", "max"]}}, "pooling"),
     ({"sentence_bert_config.json": {"do_lower_case": True}}, "lower case"),
-], ids=["dense", "foreign", "cls", "two", "lower case"])
+    ({"modules.json": None}, "modules.json"),
+    ({"modules.json": [{"type": "sentence_transformers.models.Transformer", "path": ""},
+                       {"type": "sentence_transformers.models.Pooling", "path": "../1_Pooling"}]}, "cannot be read"),
+    ({"1_Pooling/config.json": []}, "cannot be read"),
+], ids=["dense", "foreign", "cls", "two", "lower case", "no modules", "elsewhere", "no pooling"])
 def test_what_the_files_ask_beyond_that_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """With the first text: the model may be here for its completions."""
-    import json
-
+    """With the first text: the model may be here for its completions. Nothing is guessed of files that say nothing."""
     write_embedder(tmp_path, has_head=True)
     for name, content in changes.items():
         (tmp_path / name).write_text(json.dumps(content))
@@ -246,6 +248,14 @@ def test_what_the_files_ask_beyond_that_is_refused(changes: dict[str, Any], word
         engine.generate(["a"], SamplingParams(max_tokens=1), show_progress=False)
         with pytest.raises(InvalidRequest, match=words):
             engine.embed(["a"], show_progress=False)
+
+
+def test_a_default_prompt_of_another_type_is_none(tmp_path: Path) -> None:
+    """As one that the file does not have."""
+    write_embedder(tmp_path, has_head=True, prompts={"q": "ask: "}, more={"default_prompt_name": {}})
+    with engine_of(tmp_path) as engine:
+        one, other = engine.embed(["a"], show_progress=False)[0], engine.embed(["a"], prompt_name="")[0]
+    assert one.vector.tobytes() == other.vector.tobytes()
 
 
 @pytest.mark.parametrize("fields", [{"is_causal": False}, {"use_bidirectional_attention": True}])

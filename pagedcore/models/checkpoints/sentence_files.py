@@ -25,6 +25,7 @@ _MODES: Final[Mapping[str, str]] = MappingProxyType({
 })
 """Flags of older files, and what newer ones call them."""
 _FOLDER: Final = re.compile(r"[\w-][\w.-]{0,95}", re.ASCII)
+_MODULES: Final = "modules.json"
 _MAX_BYTES: Final = 2**20
 _MAX_PROMPTS: Final = 256
 _MAX_PROMPT: Final = 2**14
@@ -40,9 +41,9 @@ def read_embedding_defaults(source: str, *, trust_remote_code: bool = False) -> 
         return EmbeddingDefaults(refusal=(
             f"its configuration names code that is shipped with it ({AUTO_MAP}) and does not run here; that code may "
             f"look at both sides of a token. If you know that it does not, remove {AUTO_MAP}"))
-    modules = _read(source, "modules.json")
-    if modules is None:
+    if find_file(source, _MODULES) is None:
         return EmbeddingDefaults()
+    modules = _read(source, _MODULES)
     kinds, folders = _modules_of(modules)
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
         return EmbeddingDefaults(refusal=(
@@ -52,11 +53,14 @@ def read_embedding_defaults(source: str, *, trust_remote_code: bool = False) -> 
     if own.get("do_lower_case"):
         return EmbeddingDefaults(refusal="its sentence_bert_config.json wants texts in lower case, as none are here")
     pooling = _read(source, f"{folders[1]}/config.json") if _FOLDER.fullmatch(folders[1]) else None
-    pooling = pooling if isinstance(pooling, dict) else {}
+    if not isinstance(pooling, dict):
+        # Why: a guess gives vectors that look right and are others.
+        return EmbeddingDefaults(refusal=f"the config.json of its pooling in {show(folders[1])} cannot be read")
     length, chosen, known = own.get("max_seq_length"), prompts.get("default_prompt_name"), _prompts_of(prompts)
     return EmbeddingDefaults(
         pooling=_pooling_of(pooling), normalize="Normalize" in kinds, prompts=known,
-        default_prompt=chosen if chosen in known else None, pools_prompt=pooling.get("include_prompt") is not False,
+        default_prompt=chosen if isinstance(chosen, str) and chosen in known else None,
+        pools_prompt=pooling.get("include_prompt") is not False,
         max_tokens=length if type(length) is int and length > 0 else None,
     )
 
