@@ -37,7 +37,7 @@ from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.request_table import RequestTable
-from pagedcore.requests.scoring import CompletionScorer, completions_of
+from pagedcore.requests.scoring import CompletionScorer
 from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.text_verbs import TextVerbs
 from pagedcore.requests.turn_rules import TurnRules
@@ -306,7 +306,7 @@ class Engine(TextVerbs):
             RequestFailed: a completion could not be computed.
         """
         asked, scorer = read_options(options, "show_progress"), CompletionScorer.of(self.input_processor, prompt)
-        given = enumerate(completions_of(completions))
+        given = enumerate(texts_of(completions, "completions"))
         outputs = self._complete([scorer.process(one, options_at(asked, place)) for place, one in given], show_progress)
         return [scorer.score_of(one) for one in outputs]
 

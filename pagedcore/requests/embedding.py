@@ -116,8 +116,8 @@ def _prompt_of(defaults: EmbeddingDefaults, name: str | None) -> str:
     return defaults.prompts[chosen]
 
 
-def texts_of(texts: Any) -> list[Any]:
-    """Return the texts of a call as a list; one text, or the token ids of one, is one.
+def texts_of(texts: Any, name: str = "texts") -> list[Any]:
+    """Return the texts of a call as a list; one text, or the token ids of one, is one. ``name`` is the argument's.
 
     Raises:
         InvalidPrompt: it is neither a text nor an iterable.
@@ -125,7 +125,7 @@ def texts_of(texts: Any) -> list[Any]:
     if isinstance(texts, str):
         return [texts]
     if not isinstance(texts, Iterable):
-        raise InvalidPrompt("texts", texts, "text, token ids, or several of them")
+        raise InvalidPrompt(name, texts, "text, token ids, or several of them")
     given = list(texts)
     return [given] if given and type(given[0]) is int else given
 

@@ -6,7 +6,6 @@ they share what the prefix cache has of the prompt, and their scores are those o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -73,17 +72,3 @@ class CompletionScorer:
         if len(logprobs) < num_tokens - num_prompt:
             raise RequestFailed("the request was aborted before its completion was computed")
         return CompletionScore(output.prompt_token_ids[num_prompt:], logprobs, num_prompt, output.num_cached_tokens)
-
-
-def completions_of(completions: Any) -> list[Any]:
-    """Return given completions as a list; one text, or the token ids of one, is one.
-
-    Raises:
-        InvalidPrompt: it is neither a text nor an iterable.
-    """
-    if isinstance(completions, str):
-        return [completions]
-    if not isinstance(completions, Iterable):
-        raise InvalidPrompt("completions", completions, "text, token ids, or several of them")
-    given = list(completions)
-    return [given] if given and type(given[0]) is int else given

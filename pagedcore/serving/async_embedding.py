@@ -15,7 +15,7 @@ from pagedcore.outputs import CompletionScore, Embedding, RequestOutput
 from pagedcore.request_options import NO_OPTIONS, TIMEOUT, OptionKeywords, RequestOptions, read_options
 from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, options_at, texts_of
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
-from pagedcore.requests.scoring import CompletionScorer, completions_of
+from pagedcore.requests.scoring import CompletionScorer
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.host_program import running_loop
 from pagedcore.serving.stream import AwaitableFuture
@@ -86,7 +86,7 @@ class AsyncEmbeddings:
         """
         asked = read_options(options, "timeout_s", "wait_for_room")
         scorer = CompletionScorer.of(self.input_processor, prompt)
-        given = completions_of(completions)
+        given = texts_of(completions, "completions")
         return await self._each(scorer.process, given, scorer.score_of, asked, timeout_s, wait_for_room)
 
     async def _each(
