@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import platform
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagedcore.errors import InvalidConfig, MissingDependency
+from pagedcore.errors import InternalError, InvalidConfig, MissingDependency
 from pagedcore_kernels.cuda.build import images, library, toolchain
 from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage
 from pagedcore_kernels.cuda.build.library import KernelLibrary, runs_on
@@ -55,21 +56,35 @@ def test_an_image_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pyte
     assert store.read("copy", "sm_90") is None
 
 
-def test_whatever_a_kernel_is_made_of_is_part_of_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of any file that is compiled, or decides how, gives another digest; another Python other versions."""
-    package = Path(images.__file__).parents[1]
-    shutil.copytree(package, tmp_path / "cuda")
-    monkeypatch.setattr(images, "__file__", str(tmp_path / "cuda" / "build" / "images.py"))
-    digests = [images.source_digest.__wrapped__()]
+def imported(path: Path, package: Path) -> set[Path]:
+    """The files of the package that a file imports, wherever in it."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom) and node.module]
+    names = {f"{node.module}{name}" for node in nodes for name in ("", *(f".{alias.name}" for alias in node.names))}
+    files = {package / (name.removeprefix("pagedcore_kernels.cuda.").replace(".", "/") + ".py") for name in names}
+    return {file for file in files if file.exists()}
+
+
+def test_whatever_a_kernel_is_made_of_is_part_of_its_key(tmp_path: Path) -> None:
+    """A change of any file that the compiler imports gives another digest; a file that is gone is an error, and another
+    Python other versions."""
+    package = tmp_path / "cuda"
+    shutil.copytree(Path(images.__file__).parents[1], package)
+    sources, new = set[Path](), {package / "build" / "compiler.py"}
+    while new:
+        sources |= new
+        new = {other for path in new for other in imported(path, package)} - sources
+    # Why: what the tools are called and which versions they have is in the key by itself.
+    sources -= {package / "build" / "toolchain.py"}
+    assert len(sources) > 15
+    digests = [images.digest_of(package)]
     assert digests == [images.source_digest()]
-    compiled = [*(package / "device").glob("*.py"), package / "shapes.py", package / "build" / "variants.py",
-                package / "build" / "compiler.py"]
-    assert len(compiled) > 15
-    for path in compiled:
-        with (tmp_path / "cuda" / path.relative_to(package)).open("a") as file:
-            file.write("# changed")
-        digests.append(images.source_digest.__wrapped__())
-    assert len(set(digests)) == 1 + len(compiled)
+    for path in sorted(sources):
+        path.write_text(path.read_text() + "# changed")
+        digests.append(images.digest_of(package))
+    assert len(set(digests)) == 1 + len(sources)
+    (package / "shapes.py").rename(package / "elsewhere.py")
+    with pytest.raises(InternalError, match=r"no source shapes\.py"):
+        images.digest_of(package)
     assert toolchain.compiler_versions()["python"] == platform.python_version()
 
 

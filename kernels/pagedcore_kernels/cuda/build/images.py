@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from pagedcore_kernels.errors import InvalidConfig
+from pagedcore_kernels.errors import InternalError, InvalidConfig
 
 SUFFIX: Final = ".kernel"
 FORMAT: Final = 1
@@ -66,10 +66,22 @@ class KernelImage:
 @cache
 def source_digest() -> str:
     """A digest of everything in this package that a cubin depends on."""
-    here = Path(__file__).parents[1]
+    return digest_of(Path(__file__).parents[1])
+
+
+def digest_of(package: Path) -> str:
+    """The digest of the sources in a copy of this package.
+
+    Raises:
+        InternalError: files that a cubin depends on are not where they are looked for.
+    """
     digest = hashlib.sha256()
     for pattern in _SOURCES:
-        for path in sorted(here.glob(pattern)):
+        found = sorted(package.glob(pattern))
+        # Safety: a digest that leaves files out gives changed kernels the key of those before.
+        if not found:
+            raise InternalError(f"CUDA kernels: no source {pattern} in {package}, expected one at least.")
+        for path in found:
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
