@@ -68,7 +68,7 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "mistral3": {"text_config": {**_TEXT, **_HEAD, "model_type": "mistral"},
                  "vision_config": {**_VISION, **_HEAD, "model_type": "pixtral"}},
     "mllama": {"text_config": {**_TEXT, "num_hidden_layers": 3, "cross_attention_layers": [1]},
-               "image_token_index": 199,
+               "image_token_index": VOCAB,
                "vision_config": {**_VISION, "vision_output_dim": 96, "attention_heads": 2, "num_global_layers": 1,
                                  "intermediate_layers_indices": [0], "supported_aspect_ratios": [[1, 1]]}},
     "qwen2_vl": {"text_config": {**_TEXT, **_mrope(2, 3, 3)}, **_QWEN_IDS,

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-
+from pagedcore.models.checkpoints.tensor_part import TensorPart
 from pagedcore.models.linears.stored_weight import refusal
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
@@ -26,30 +24,7 @@ MAX_EXPERTS: Final = 4096
 """Of a layer; the largest mixtures have some hundred."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSlice:
-    """A layer's weight [out, in] in the tensor of all experts; has what slices of safetensors have, and as lazily."""
-
-    whole: Any
-    place: tuple[int | slice, ...]
-    shape: tuple[int, int]
-    is_turned: bool
-
-    def get_shape(self) -> list[int]:
-        """Return the shape [out, in]; nothing is read."""
-        return list(self.shape)
-
-    def get_dtype(self) -> str:
-        """Return the name of the number format in safetensors."""
-        return str(self.whole.get_dtype())
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """Read this expert's numbers, and return a part of them."""
-        found: torch.Tensor = self.whole[self.place]
-        return (found.t().contiguous() if self.is_turned else found)[index]
-
-
-def split_experts(slices: Mapping[str, Any]) -> Iterator[tuple[str, ExpertSlice]]:
+def split_experts(slices: Mapping[str, Any]) -> Iterator[tuple[str, TensorPart]]:
     """Return the weights of experts by the names that files have elsewhere, ``….experts.0.gate_proj.weight``.
 
     Args:
@@ -71,7 +46,7 @@ def is_fused(name: str) -> bool:
     return _FUSED.fullmatch(name) is not None
 
 
-def _split(module: str, gate_up: Any, down: Any) -> Iterator[tuple[str, ExpertSlice]]:
+def _split(module: str, gate_up: Any, down: Any) -> Iterator[tuple[str, TensorPart]]:
     shapes = tuple(gate_up.get_shape()), tuple(down.get_shape())
     inner, hidden, is_turned = _sizes(module, *shapes)
     count = shapes[0][0]
@@ -83,8 +58,8 @@ def _split(module: str, gate_up: Any, down: Any) -> Iterator[tuple[str, ExpertSl
         name = f"{module}.{number}"
         for part, half in halves.items():
             place = (number, slice(None), half) if is_turned else (number, half)
-            yield f"{name}.{part}.weight", ExpertSlice(gate_up, place, (inner, hidden), is_turned)
-        yield f"{name}.{_DOWN}.weight", ExpertSlice(down, (number,), (hidden, inner), is_turned)
+            yield f"{name}.{part}.weight", TensorPart(gate_up, place, (inner, hidden), is_turned)
+        yield f"{name}.{_DOWN}.weight", TensorPart(down, (number,), (hidden, inner), is_turned)
 
 
 def _sizes(module: str, gate_up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, int, bool]:

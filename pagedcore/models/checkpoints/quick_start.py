@@ -33,7 +33,7 @@ from pagedcore.models.families.field_checks import (
 )
 from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore.models.families.table import FAMILIES, Family, module_name
-from pagedcore.models.families.tensor_shapes import EXPERT_COUNTS, is_mixture, num_experts, shapes_of
+from pagedcore.models.families.tensor_shapes import EMBEDDING, EXPERT_COUNTS, Shapes, is_mixture, num_experts, shapes_of
 
 
 class NotQuick(Exception):
@@ -83,8 +83,9 @@ def read_model(directory: Path, dtype: torch.dtype, *, trust_remote_code: bool =
     """
     config, generation = read_config(directory, _not_run(trust_remote_code))
     with _weights(directory, config) as files:
-        weights = {module_name(name): file.get_tensor(stored_name).to(dtype)
-                   for name, (file, stored_name) in files.items()}
+        # Why cut: a wrapper's embedding may have rows more than the vocabulary.
+        weights = {module_name(name): files[name][0].get_tensor(files[name][1])[:size].to(dtype)
+                   for name, (size, *_) in shapes_of(config).items()}
     return ForCausalLM(config, generation, weights).eval()
 
 
@@ -219,7 +220,7 @@ def _weights(directory: Path, config: _Config) -> Iterator[dict[str, tuple[Any, 
             _require(config.num_hidden_layers <= len(holders), "its files lack tensors")
             num_mixtures = sum(is_mixture(config, number) for number in range(config.num_hidden_layers))
             _require(num_mixtures * num_experts(config) <= len(holders), "its files lack experts")
-            shapes = shapes_of(config)
+            shapes = _shapes_in_files(config)
             _require(holders.keys() == shapes.keys(), "its files have other tensors than the architecture")
             for name, shape in shapes.items():
                 file, stored_name = holders[name]
@@ -231,6 +232,12 @@ def _weights(directory: Path, config: _Config) -> Iterator[dict[str, tuple[Any, 
         except (OSError, RuntimeError, SafetensorError) as error:  # RuntimeError is torch's for a file not mapped
             raise NotQuick(f"its weights could not be read ({type(error).__name__})") from error
         yield holders
+
+
+def _shapes_in_files(config: _Config) -> Shapes:
+    shapes, num_spare = shapes_of(config), wrappers.num_spare_rows({"model_type": vars(config).get(wrappers.WHOLE)})
+    rows, hidden = shapes[EMBEDDING]
+    return {**shapes, EMBEDDING: (rows + num_spare, hidden)}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -13,9 +13,11 @@ from typing import Any, Final
 
 import torch
 
-from pagedcore.models.checkpoints.fused_experts import ExpertSlice, is_fused, split_experts
+from pagedcore.models.checkpoints.fused_experts import is_fused, split_experts
+from pagedcore.models.checkpoints.tensor_part import TensorPart
 from pagedcore.models.checkpoints.weight_files import only_file
-from pagedcore.models.families.wrappers import fuses_experts, is_wrapper, text_name
+from pagedcore.models.families.tensor_shapes import EMBEDDING
+from pagedcore.models.families.wrappers import fuses_experts, is_wrapper, names_of_text, num_spare_rows
 from pagedcore.models.linears.stored_weight import refusal
 
 FLOATS: Final = ("BF16", "F16", "F32")
@@ -46,19 +48,21 @@ class TensorFiles:
                 if new in self._places:
                     raise refusal(f"{name} is in its files twice")
                 self._places[new] = file, name
-        self._experts: dict[str, ExpertSlice] = {}
-        if fuses_experts(_config_of(directory)):
+        self._parts: dict[str, TensorPart] = {}
+        if fuses_experts(config := _config_of(directory)):
             self._split_experts()
+        if num_spare := num_spare_rows(config):
+            self._cut_embedding(num_spare)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places or name in self._experts
+        return name in self._places or name in self._parts
 
     def __len__(self) -> int:
-        return len(self._places) + len(self._experts)
+        return len(self._places) + len(self._parts)
 
     def unread(self) -> dict[str, Any]:
         """Return all tensors by name as the library's slices, of which nothing is read yet."""
-        return {name: self._slice(name) for name in (*self._places, *self._experts)}
+        return {name: self._slice(name) for name in (*self._places, *self._parts)}
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return a tensor's shape; nothing is read."""
@@ -81,8 +85,8 @@ class TensorFiles:
                 f"{name} is {self.format_of(name)} of shape {list(self.shape_of(name))}, needed is "
                 f"{' or '.join(formats)} of shape {list(shape)}"
             )
-        if name in self._experts:
-            return self._experts[name][...]
+        if name in self._parts:
+            return self._parts[name][...]
         file, name = self._places[name]
         tensor: torch.Tensor = file.get_tensor(name)
         return tensor
@@ -101,18 +105,26 @@ class TensorFiles:
         for name, one in split_experts(fused):
             if name in self._places:
                 raise refusal(f"{name} is in its files twice")
-            self._experts[name] = one
+            self._parts[name] = one
+
+    def _cut_embedding(self, num_spare: int) -> None:
+        whole = self._slice(EMBEDDING) if EMBEDDING in self._places else None
+        if whole is not None and len(shape := whole.get_shape()) == 2 and shape[0] > num_spare:
+            del self._places[EMBEDDING]
+            shape = shape[0] - num_spare, shape[1]
+            self._parts[EMBEDDING] = TensorPart(whole, (slice(shape[0]),), shape, is_turned=False)
 
     def _slice(self, name: str) -> Any:
-        if name in self._experts:
-            return self._experts[name]
+        if name in self._parts:
+            return self._parts[name]
         file, name = self._places[name]
         return file.get_slice(name)
 
 
 def name_of_text(directory: Path) -> Callable[[str], str]:
-    """Return what makes of a tensor's name in files the one that a model alone has; of a wrapper ``text_name``."""
-    return text_name if is_wrapper(_config_of(directory)) else str
+    """Return what makes of a tensor's name in files the one that a model alone has; of a wrapper ``names_of_text``."""
+    config = _config_of(directory)
+    return names_of_text(config) if is_wrapper(config) else str
 
 
 def _config_of(directory: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.families import wrappers
+from pagedcore.models.families.tensor_shapes import EMBEDDING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,7 +51,7 @@ def language_model_of(model: PreTrainedModel) -> PreTrainedModel:
     Raises:
         ModelNotSupported: that is not known to compute alone what it computes in the wrapper.
     """
-    if not wrappers.is_wrapper(model.config.to_dict()):
+    if not wrappers.is_wrapper(whole := model.config.to_dict()):
         return model
     from transformers import AutoModelForCausalLM
 
@@ -58,7 +59,10 @@ def language_model_of(model: PreTrainedModel) -> PreTrainedModel:
     with torch.device("meta"):
         part = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
     compute_buffers(part)
-    tensors = {wrappers.text_name(name): one for name, one in model.state_dict(keep_vars=True).items()}
+    own_name, num_spare = wrappers.names_of_text(whole), wrappers.num_spare_rows(whole)
+    tensors = {own_name(name): one for name, one in model.state_dict(keep_vars=True).items()}
+    if num_spare and EMBEDDING in tensors:
+        tensors[EMBEDDING] = torch.nn.Parameter(tensors[EMBEDDING][:-num_spare], requires_grad=False)
     for name in part.state_dict():
         if name not in tensors:
             raise ModelNotSupported(f"model: {type(model).__name__} has no {name} for its language model.")

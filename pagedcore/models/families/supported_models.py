@@ -38,10 +38,6 @@ _HEAD: Final = (
     "causal language model that computes the logits of chosen tokens only (logits_to_keep); load the model with its "
     "language model head, by AutoModelForCausalLM"
 )
-_CROSS: Final = (
-    "some layers of its language model attend to an image alone and are left out where there is none, which no other "
-    "architecture does"
-)
 _BOTH_SIDES: Final = (
     "its configuration says that a token looks at those behind it too (is_causal, use_bidirectional_attention), and a "
     "KV cache has what is before it"
@@ -72,7 +68,6 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
     _BYTES: ("blt",),
     _OWN_POSITIONS: ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart"),
     _OFFSET: ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
-    _CROSS: ("mllama", "mllama_text_model"),
 }
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
 _LAYER_TYPES: Final = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})

@@ -11,6 +11,7 @@ from typing import Any, Final
 from pagedcore.models.families.table import FAMILIES, file_name
 
 Shapes = dict[str, tuple[int, ...]]
+EMBEDDING: Final = "model.embed_tokens.weight"
 EXPERT_COUNTS: Final = ("num_local_experts", "num_experts")
 """Names that a configuration may have for the number of experts."""
 
@@ -18,7 +19,7 @@ EXPERT_COUNTS: Final = ("num_local_experts", "num_experts")
 def shapes_of(config: Any) -> Shapes:
     """Return the shape of every tensor; ``config`` as ``read_config`` returns it."""
     hidden = config.hidden_size
-    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    shapes: Shapes = {EMBEDDING: (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     if not config.tie_word_embeddings:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     attention, dense = _shapes_of_attention(config), _shapes_of_mlp(config)

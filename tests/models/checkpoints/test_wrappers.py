@@ -16,18 +16,21 @@ from pagedcore import Engine, SamplingParams
 from pagedcore.cli.doctor import diagnosis
 from pagedcore.cli.size import size_model
 from pagedcore.convert.conversion import convert
-from pagedcore.errors import InvalidConfig, ModelNotSupported, ModelTakenOver, PagedcoreError
+from pagedcore.convert.packing import pack
+from pagedcore.errors import InvalidConfig, InvalidToken, ModelNotSupported, ModelTakenOver, PagedcoreError
 from pagedcore.models.checkpoints.pretrained import load_pretrained
 from pagedcore.models.checkpoints.quick_start import why_not_quick
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
+from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
+from support.families import VOCAB
 from support.quantized_checkpoints import change_config, change_tensors
 from support.wrappers import PROMPTS, WRAPPERS, generated, tiny_wrapper, write_gemma3n
 
 needs_products = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
 
-QUICK = {"gemma3", "got_ocr2", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "qwen2_5_vl",
-         "qwen2_vl", "qwen3_vl", "vipllava"}  # fmt: skip
+QUICK = {"gemma3", "got_ocr2", "internvl", "llava", "llava_next", "llava_onevision", "mistral3", "mllama",
+         "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "vipllava"}  # fmt: skip
 FAST = {"gemma3", "llama4", "mistral3", "qwen2_5_vl"}
 
 
@@ -45,7 +48,7 @@ def saved(directory: Path, kind: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [
-    pytest.param(kind, marks=[] if kind in FAST else [pytest.mark.slow]) for kind in WRAPPERS if kind != "mllama"
+    pytest.param(kind, marks=[] if kind in FAST else [pytest.mark.slow]) for kind in WRAPPERS
 ])
 def test_a_wrapper_generates_what_its_own_class_does(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -199,6 +202,40 @@ def test_a_wrapper_is_quantised_and_converted(kind: str, tmp_path: Path) -> None
     assert tokens_of(tmp_path / "out") == tokens_of(tmp_path / "whole", quantization="w4a16")
 
 
+@needs_products
+def test_layers_for_images_are_left_out(tmp_path: Path) -> None:
+    """However it is stored, Mllama is a Llama that has the other layers only. A token for images is none of the
+    vocabulary, and where the configuration does not say which layers these are, its class does."""
+    text = WRAPPERS["mllama"]["text_config"] | {"num_hidden_layers": 5, "cross_attention_layers": [3, 8]}
+    expected = generated(model := saved(tmp_path / "whole", "mllama", text_config=text))
+    tensors = {}
+    for name, one in load_file(tmp_path / "whole" / "model.safetensors").items():
+        own = name.removeprefix("language_model.").replace("layers.4.", "layers.3.")
+        if name.startswith("language_model.") and "layers.3." not in name:
+            tensors[own] = one[:VOCAB].clone() if "embed" in own else one
+    (tmp_path / "llama").mkdir()
+    save_file(tensors, tmp_path / "llama" / "model.safetensors", {"format": "pt"})
+    config = {**text, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 4,
+              "rope_theta": 5e5, "rms_norm_eps": 1e-5}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+    assert tokens_of(tmp_path / "llama") == expected == tokens_of(tmp_path / "whole")
+    for scheme in ("w8a8", "w4a16"):
+        quantised = tokens_of(tmp_path / "llama", quantization=scheme)
+        assert tokens_of(tmp_path / "whole", quantization=scheme) == quantised
+    convert(str(tmp_path / "whole"), tmp_path / "out", quantization="w4a16", dtype="float32")
+    assert tokens_of(tmp_path / "out") == quantised
+    change_config(tmp_path / "whole", text_config={**text, "model_type": "mllama_text_model",
+                                                   "cross_attention_layers": None})
+    pack(str(tmp_path / "whole"), None, create_plugin_manager().registry.load, dtype="float32")
+    (tmp_path / "whole" / "model.safetensors").unlink()
+    with Engine.from_pretrained(tmp_path / "whole", dtype="float32", num_kv_blocks=8) as engine:
+        output = engine.generate([PROMPTS[2]], SamplingParams(max_tokens=12, temperature=0))[0]
+        assert list(output.outputs[0].token_ids) == expected[2]
+        with pytest.raises(InvalidToken, match="198"):
+            engine.generate([[5, VOCAB]], SamplingParams(max_tokens=1))
+    assert tokens_of(model, dtype="auto") == expected
+
+
 def test_size_and_doctor_are_about_the_language_model(tmp_path: Path) -> None:
     """Neither counts or asks for the other parts."""
     model = saved(tmp_path, "qwen2_5_vl", tie_word_embeddings=True)
@@ -222,7 +259,6 @@ def test_a_loaded_wrapper_is_taken_over_with_its_language_model() -> None:
 
 
 @pytest.mark.parametrize(("kind", "changes", "error", "reason"), [
-    ("mllama", {}, ModelNotSupported, "attend to an image alone"),
     ("llava", {"text_config": {"model_type": "cohere2"}}, ModelNotSupported, "'cohere2', allowed are llama"),
     ("llava", {"model_type": "paligemma"}, ModelNotSupported, "'paligemma'.*none of those whose language model"),
     ("llava", {"text_config": "text"}, PagedcoreError, "model"),
