@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -91,20 +92,46 @@ def load_pretrained(
         tell_adapter(Path(directory))
         # Why again: code that is named has to be replaced by a class that the files fit, and now they are here.
         config = load_config(directory, trust_remote_code=trust_remote_code)
-    with as_refusals(name), _no_progress_bar():
+    with as_refusals(name), _no_progress_bar(), _no_report_of_head(config) as report:
         check_num_layers(weight_files(Path(directory)), config)
         # Why also for an adapter: transformers would apply it where peft is installed.
         if name_of_text(Path(directory)) is not str or has_adapter(Path(directory)):
-            model, report = load_tensors(Path(directory), config, resolve_dtype(dtype), trust_remote_code)
+            model, found = load_tensors(Path(directory), config, resolve_dtype(dtype), trust_remote_code)
         else:
-            model, report = AutoModelForCausalLM.from_pretrained(
+            model, found = AutoModelForCausalLM.from_pretrained(
                 directory, config=config, dtype=resolve_dtype(dtype), use_safetensors=True, output_loading_info=True,
                 local_files_only=is_local, trust_remote_code=trust_remote_code,
             )
+        report.update(found)
     _fill_gaps(model, sorted(report["missing_keys"]))
     tell_own_class(Path(directory), trust_remote_code)
     loaded: PreTrainedModel = model
     return loaded
+
+
+@contextmanager
+def _no_report_of_head(config: Any) -> Iterator[dict[str, Any]]:
+    """Keep transformers from warning that an output layer is missing, where the configuration says that there is none.
+
+    Yields a mapping for what it reports; its warning is held back until that is known, and lost if there is no other.
+    """
+    log, held, report = logging.getLogger("transformers.modeling_utils"), list[logging.LogRecord](), dict[str, Any]()
+    thread = threading.get_ident()
+
+    def holds(record: logging.LogRecord) -> bool:
+        is_report = record.thread == thread and "LOAD REPORT" in record.getMessage()
+        held.extend([record] * is_report)
+        return not is_report
+
+    log.addFilter(holds)
+    try:
+        yield report
+    finally:
+        log.removeFilter(holds)
+        others = [one for name, one in report.items() if name != "missing_keys" and one]
+        if others or not (is_named_headless(config) and [*report.get("missing_keys", ())] == [HEAD]):
+            for record in held:
+                log.handle(record)
 
 
 def _fill_gaps(model: Any, missing: list[str]) -> None:

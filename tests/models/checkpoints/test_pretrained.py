@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from pagedcore.models.checkpoints.pretrained import load_pretrained, resolve_dty
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore_kernels.reference import ReferenceAttention
+from support.embedders import write_embedder
 from support.families import VOCAB, tiny_model
+from support.quantized_checkpoints import change_tensors
 
 REGISTRY = create_plugin_manager(entry_points=False).registry
 
@@ -259,3 +263,19 @@ def test_a_librarys_message_loses_paths_and_nothing_else(name: str, message: str
     with pytest.raises(InvalidConfig) as caught, pretrained.as_refusals(name):
         raise OSError(message)
     assert str(caught.value) == f"model: it could not be loaded ({shown})."
+
+
+@pytest.mark.parametrize("changes", [{}, {"norm.weight": None}, {"spare.weight": torch.ones(1)}])
+def test_the_output_layer_that_embeddings_lack_is_no_warning(
+    changes: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What transformers reports of it is lost; with anything else that is missing or too many it is seen."""
+    write_embedder(tmp_path, family="mistral")
+    change_tensors(tmp_path, changes)
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    try:
+        with pytest.raises(InvalidConfig, match="weights are missing") if None in changes.values() else nullcontext():
+            load_pretrained(tmp_path, dtype="float32")
+    finally:
+        logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert ["LOAD REPORT" in one.getMessage() for one in caplog.records].count(True) == bool(changes)
