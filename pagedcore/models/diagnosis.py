@@ -20,9 +20,10 @@ from pagedcore.models.checkpoints.fp8 import FP8
 from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.model_path import is_gguf
 from pagedcore.models.checkpoints.packed_model import Wanted, packed_file, why_not_used
-from pagedcore.models.checkpoints.pretrained import computing_dtype, find_file
+from pagedcore.models.checkpoints.pretrained import as_refusals, computing_dtype, find_file
 from pagedcore.models.checkpoints.quick_start import why_not_quick
 from pagedcore.models.checkpoints.shipped_code import ships_code
+from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.checkpoints.weight_files import has_adapter
 from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.families.model_facts import configured_len, eos_token_ids, max_model_len, num_short_tokens
@@ -49,14 +50,13 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     model, number_format = read_tree(name, stored, dtype, trust_remote_code)
     config = model.config
     files = _files_of(name, stored, dtype, trust_remote_code)
-    quantisation = "none" if stored is None else f"{stored.scheme}, as the files have it"
     whole = getattr(config, WHOLE, None)
     facts = {
         "architecture": f"{config.model_type}, the language model in {whole}; images and audio are left out" if whole
                         else str(config.model_type),
         "files": files,
         "tokenizer": _reader_of_tokenizer(directory),
-        "quantisation": f"{stored.scheme}: {stored.described}" if isinstance(stored, GGUF | FP8) else quantisation,
+        "quantisation": _quantisation(name, stored),
         "number format": _format_of(number_format, dtype),
         "context": _context_of(config),
     }
@@ -90,6 +90,17 @@ def _files_of(
         reason = why_not_quick(Path(source), trust_remote_code)
     files = "read without transformers" if not reason else f"loaded by transformers: {reason}"
     return ("mapped, for the modules of transformers" if isinstance(stored, GGUF) else files) + not_used
+
+
+def _quantisation(source: str, stored: quantized.StoredFormat | None) -> str:
+    if stored is None:
+        return "none"
+    if isinstance(stored, FP8) and any(Path(source).glob("*.safetensors")):
+        with as_refusals(source):
+            if not stored.is_in(TensorFiles(Path(source))):
+                return "none: the configuration names FP8, and no weight in the files is"
+    described = f": {stored.described}" if isinstance(stored, GGUF | FP8) else ", as the files have it"
+    return stored.scheme + described
 
 
 def _reader_of_tokenizer(directory: Path) -> str:

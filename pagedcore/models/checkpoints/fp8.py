@@ -71,6 +71,10 @@ class FP8:
         values, scales = self.tensors(files, name, shape)
         return decoded_late(shape, dtype, [values, scales], lambda: self.decode(values, scales, dtype))
 
+    def is_in(self, files: TensorFiles) -> bool:
+        """Whether any tensor is FP8, whatever the configuration says; nothing is read."""
+        return any(one.get_dtype() == _FORMAT for one in files.unread().values())
+
     def require_no_scale(self, files: TensorFiles, name: str) -> None:
         """Refuse a layer of other numbers than FP8 with a scale, which nobody could say what it is for; without one it
         is as it is, like those that a configuration leaves out.

@@ -197,9 +197,11 @@ def test_one_product_is_decoded_at_a_time(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_diagnosis_says_that_numbers_are_decoded(tmp_path: Path) -> None:
-    """No weight is read to know it."""
-    fp8, _ = write_pair(tmp_path, "blocks")
+    """If there are any, whatever the configuration says; no weight is read to know it."""
+    fp8, plain = write_pair(tmp_path, "blocks")
     assert diagnose(fp8)["quantisation"] == "none: FP8 in the files, decoded to the number format"
+    change_config(plain, quantization_config=KINDS["blocks"][0])
+    assert diagnose(plain)["quantisation"] == "none: the configuration names FP8, and no weight in the files is"
 
 
 Q = "model.layers.1.self_attn.q_proj"
