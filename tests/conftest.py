@@ -1,5 +1,5 @@
-"""One compute thread for all tests and what they start, unless the caller says otherwise; quick garbage collections;
-interrupts that arrive.
+"""One compute thread for all tests and what they start, unless the caller says otherwise; quick garbage collections and
+compilers; interrupts that arrive.
 
 Tiny models gain nothing from threads, and processes side by side whose threads wait for each other lose much to them.
 """
@@ -14,6 +14,8 @@ import pytest
 
 # Why here: OpenMP reads it once, when torch is imported, which no test has done yet.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Why: Numba paints the messages of all overloads that it tries and leaves, an eighth of the time of compiling a kernel.
+os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 
 # Why: a shell starts its background jobs with SIGINT ignored, and Python leaves it so; tests interrupt themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -307,10 +307,7 @@ async def num_sinks_left(before: int) -> int:
     for _ in range(20):
         if (num_left := num_sinks() - before) <= 0:
             break
-        # Why: garbage that hangs together with what a server's start has left out is collected only so.
-        gc.unfreeze()
         await asyncio.sleep(0.05)
-    gc.freeze()
     return max(0, num_left)
 
 

@@ -158,7 +158,7 @@ def is_brief(question: Question) -> bool:
 
 @pytest.mark.torture
 @pytest.mark.parametrize(("doors", "num_cases"),
-                         [(ASYNC_ENGINE, 600), (GENERATOR, 600), (LANGCHAIN, 900), (HTTP, 500)],
+                         [(ASYNC_ENGINE, 300), (GENERATOR, 300), (LANGCHAIN, 450), (HTTP, 250)],
                          ids=["AsyncEngine", "async generator", "LangChain", "BentoML"])
 async def test_what_is_refused_is_refused_alike_at_every_door(doors: tuple[Ask, ...], num_cases: int) -> None:
     """Any field with any value: the tokens or the class of error that the engine itself gives, at every door of an

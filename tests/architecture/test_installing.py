@@ -94,8 +94,11 @@ def index(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.parametrize(("extras", "files"), [
-    ("", [CONSTRAINTS]), ("[cuda]", [CONSTRAINTS]), ("[test]", [CONSTRAINTS, CUDA]),
-    ("[browser,formats,interop-ray,pytest]", [CONSTRAINTS, CUDA]),
+    ("[cuda]", [CONSTRAINTS]), ("[test,browser,formats,interop-ray,pytest]", [CONSTRAINTS, CUDA]),
+    *(pytest.param(extras, files, marks=pytest.mark.slow) for extras, files in (
+        ("", [CONSTRAINTS]), ("[test]", [CONSTRAINTS, CUDA]),
+        ("[browser,formats,interop-ray,pytest]", [CONSTRAINTS, CUDA]),
+    )),
 ])
 def test_every_pin_agrees_with_both_builds_of_torch(index: Path, extras: str, files: list[str]) -> None:
     """pip installs the project under its constraints from an index with torch for CUDA, and with that for CPUs."""

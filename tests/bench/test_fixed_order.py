@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from support.scripts import script
 
@@ -27,14 +28,15 @@ def test_the_fastest_of_the_other_ways_is_compared() -> None:
     assert float(ratio.partition(" ")[0]) > 10
 
 
-def test_the_benchmark_runs(tmp_path: Path) -> None:
+def test_the_benchmark_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One pair of the smallest work prints and writes a row for each product and for attention."""
-    script = Path(fixed_order.__file__)
     words = ["--pairs", "1", "--layers", "1", "--rows", "1", "--threads", "1", "--out", str(tmp_path / "table.md")]
-    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", ["fixed_order.py", *words])
+    fixed_order.main()
     table = (tmp_path / "table.md").read_text(encoding="utf-8")
-    assert table in done.stdout
+    assert table in capsys.readouterr().out
     names = ["products of the layers, 1 rows", "products of the output layer, 1 rows",
              "attention, decode of 1 x 1024 tokens"]
     assert re.findall(r"^\| (.+?) \| [\d.]+ \| [\d.]+ \([\d.]+ to [\d.]+\) \|$", table, flags=re.MULTILINE) == names

@@ -61,7 +61,7 @@ def test_neighbours_end_with_a_benchmark_that_is_killed() -> None:
 
 
 @pytest.mark.parametrize(("command", "expected"), [
-    ("guest.py --pairs 1 --only same-1", r"same-1: of quiet: [\d.]+ "),
+    pytest.param("guest.py --pairs 1 --only same-1", r"same-1: of quiet: [\d.]+ ", marks=pytest.mark.slow),
     pytest.param("guest.py --pairs 1 --only engines", r"engines: .* of one alone: [\d.]+ ", marks=pytest.mark.slow),
     ("greedy.py --model demo --pairs 3 --rows 1,4", r"\| 4 \| [\d.]+ \| [\d.]+ \| [\d.]+ \([\d.]+ to [\d.]+\) \| 3 \|"),
     pytest.param(f"start.py --runs 2 --model {DEMO_MODEL_DIR}",

@@ -167,7 +167,10 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SAMPLING)
+@pytest.mark.parametrize("name", [
+    "penalties", "everything",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SAMPLING if name not in ("penalties", "everything")),
+])
 def test_a_token_costs_the_same_late_in_a_completion_as_early(name: str) -> None:
     """With any parameters the lines of a step do not grow with the tokens before it; they are the same each time."""
     tokenizer = HFTokenizer(make_fast("byte_level"))

@@ -112,7 +112,7 @@ ALL = ("short prompts, long answers", "long prompts, short answers", "long promp
 @pytest.mark.parametrize(
     ("prices", "names"),
     [
-        pytest.param(CPU, ("few giants among dwarfs", "mix"), id="two workloads"),
+        pytest.param(CPU, ("mix",), id="mix"),
         pytest.param(CPU, ALL, id="a small model on a CPU", marks=pytest.mark.slow),
         pytest.param(MATRIX_UNITS, ALL, id="the same with matrix units", marks=pytest.mark.slow),
         pytest.param(SLOW_BUS, ALL, id="cheap tokens and a slow bus", marks=pytest.mark.slow),

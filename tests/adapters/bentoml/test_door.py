@@ -116,14 +116,15 @@ async def test_what_is_refused_says_what_the_value_and_the_limit(app: App, path:
         assert app.is_idle(), body
 
 
-@pytest.mark.parametrize("messages", ["text", [], [1, 2], None, [{"role": "user"}], [{"content": 1, "role": "user"}]])
-async def test_chat_takes_messages_only(app: App, messages: Any) -> None:
+async def test_chat_takes_messages_only(app: App) -> None:
     """What is not a list of messages is refused by its name."""
-    refused = await app.call("/chat", {"messages": messages})
-    assert (refused.status, app.is_idle()) == (400, True)
-    assert refused.error["what"].startswith("messages")
-    if messages == []:
-        assert refused.error["message"] == "messages: got 0, allowed is at least 1 message."
+    wrong: list[Any] = ["text", [], [1, 2], None, [{"role": "user"}], [{"content": 1, "role": "user"}]]
+    for messages in wrong:
+        refused = await app.call("/chat", {"messages": messages})
+        assert (refused.status, app.is_idle()) == (400, True), messages
+        assert refused.error["what"].startswith("messages"), messages
+        if messages == []:
+            assert refused.error["message"] == "messages: got 0, allowed is at least 1 message."
 
 
 def texts(*words: str) -> list[dict[str, str]]:
@@ -178,14 +179,14 @@ async def test_unknown_names_are_shown_with_the_nearest_known_one(app: App) -> N
     assert "secret" not in refused.text
 
 
-@pytest.mark.parametrize("body", [
-    {"prompts": [[1]] * 257}, {"prompts": []}, {"prompts": [1]}, {"prompts": [[1], []]}, {"prompts": "text"},
-    {"prompts": [[1], [2]], "sampling": [{}]}, {"prompts": [[1]], "sampling": [{"temperature": -1}]},
-])
-async def test_a_batch_is_refused_as_a_whole(app: App, body: Any) -> None:
+async def test_a_batch_is_refused_as_a_whole(app: App) -> None:
     """Too many prompts, none, or one bad one among them: nothing of the batch is left behind."""
-    assert (await app.call("/batch", body)).status == 400
-    assert app.is_idle()
+    bodies: list[Any] = [
+        {"prompts": [[1]] * 257}, {"prompts": []}, {"prompts": [1]}, {"prompts": [[1], []]}, {"prompts": "text"},
+        {"prompts": [[1], [2]], "sampling": [{}]}, {"prompts": [[1]], "sampling": [{"temperature": -1}]},
+    ]
+    for body in bodies:
+        assert ((await app.call("/batch", body)).status, app.is_idle()) == (400, True), body
 
 
 @pytest.mark.parametrize("app", [{"max_num_waiting": 1, "max_num_seqs": 1}], indirect=True)
@@ -238,22 +239,23 @@ PATHS = [("/generate", {"prompt": [1], "sampling": LONG}), ("/stream", {"prompt"
 
 
 @pytest.mark.parametrize("moment", ["at once", "in the queue", "while it runs"])
-@pytest.mark.parametrize(("path", "body"), PATHS)
 @pytest.mark.parametrize("app", [{"max_num_seqs": 1, "max_num_waiting": 8}], indirect=True)
-async def test_a_client_that_leaves_gives_its_blocks_back(app: App, path: str, body: Any, moment: str) -> None:
+async def test_a_client_that_leaves_gives_its_blocks_back(app: App, moment: str) -> None:
     """Before the first token, mid-stream or without a stream: by the end of the step in flight nothing is held."""
-    neighbour = app.begin("/stream", {"prompt": [9], "sampling": LONG}) if moment == "in the queue" else None
-    if neighbour is not None:
-        await neighbour.until_text("data:")
-    exchange = app.begin(path, body)
-    if moment != "at once":
-        await reach(app, exchange, path, moment)
-    await exchange.leave()
-    if neighbour is not None:
-        assert app.engine.stats().num_running + app.engine.stats().num_waiting == 1
-        await neighbour.leave()
-    assert app.is_idle()
-    assert app.engine.stats().num_generated_tokens < 4000
+    for path, body in PATHS:
+        generated = app.engine.stats().num_generated_tokens
+        neighbour = app.begin("/stream", {"prompt": [9], "sampling": LONG}) if moment == "in the queue" else None
+        if neighbour is not None:
+            await neighbour.until_text("data:")
+        exchange = app.begin(path, body)
+        if moment != "at once":
+            await reach(app, exchange, path, moment)
+        await exchange.leave()
+        if neighbour is not None:
+            assert app.engine.stats().num_running + app.engine.stats().num_waiting == 1, path
+            await neighbour.leave()
+        assert app.is_idle(), path
+        assert app.engine.stats().num_generated_tokens < generated + 4000, path
 
 
 SIBLING = {"client": None, "headers": [(b"content-type", b"application/vnd.bentoml+pickle")]}
@@ -445,15 +447,18 @@ async def test_the_engines_metrics_are_appended(app: App) -> None:
     assert await PagedCoreRunner().__metrics__("theirs 1\n") == "theirs 1\n"
 
 
-@pytest.mark.parametrize(("prompts", "sampling", "what"), [
+REFUSED_BATCHES: list[tuple[Any, Any, str]] = [
     ([[1], []], None, "prompts[1]"), ([[1], [2], [3, -1]], None, "prompts[2]"), ([[1], "text"], None, "prompts[1]"),
     ([[1], [{"role": "user", "content": [{"type": "image"}]}]], None, "prompts[1].messages[0].content[0]"),
     ([[1], [2]], [{}, {"temperature": 99}], "sampling[1].temperature"),
     ([[1], [2]], {"temperature": 99}, "temperature"), ([[1], [2]], [{}, 5], "sampling[1]"),
     ([[1], "a" * 40_000], None, "prompts[1]"),
-])
-async def test_a_refused_batch_names_the_prompt(app: App, prompts: Any, sampling: Any, what: str) -> None:
+]
+
+
+async def test_a_refused_batch_names_the_prompt(app: App) -> None:
     """``what`` and the message have the place of the prompt, or of its parameters, in the lists of the body."""
-    refused = await app.call("/batch", {"prompts": prompts, "sampling": sampling})
-    assert (refused.status, refused.error["what"]) == (400, what)
-    assert refused.error["message"].startswith(f"{what}: ")
+    for prompts, sampling, what in REFUSED_BATCHES:
+        refused = await app.call("/batch", {"prompts": prompts, "sampling": sampling})
+        assert (refused.status, refused.error["what"]) == (400, what)
+        assert refused.error["message"].startswith(f"{what}: "), what

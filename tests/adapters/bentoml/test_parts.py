@@ -22,11 +22,15 @@ from pagedcore.outputs import RequestMetrics
 from pagedcore_bentoml import PagedCoreRunner, create_service
 from pagedcore_bentoml.wire import BatchCompletion, completion_of
 from pagedcore_http.json_pieces import AT_ONCE
+from pagedcore_http.present_objects import PresentObjects
 from support.engine_builders import make_engine
 
+KEEP = PresentObjects.keep
 
-async def test_what_is_there_at_the_start_is_not_searched_for_garbage() -> None:
+
+async def test_what_is_there_at_the_start_is_not_searched_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the service runs the collector leaves it alone, afterwards no more, unless somebody else wanted it so."""
+    monkeypatch.setattr(PresentObjects, "keep", KEEP)
     for was_frozen in (False, True):
         gc.unfreeze()
         if was_frozen:

@@ -30,7 +30,8 @@ def products_with_int8_rows(path: Path, **settings: Any) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize(("kind", "family"), [
-    ("gptq-order", "llama"), ("awq", "qwen2"), ("ct-w4a16-zeros", "llama"), ("gptq", "mixtral"),
+    ("gptq-order", "llama"), pytest.param("awq", "qwen2", marks=pytest.mark.slow), ("ct-w4a16-zeros", "llama"),
+    ("gptq", "mixtral"),
 ])
 def test_checkpoints_of_int4_take_int8_rows(kind: str, family: str, tmp_path: Path) -> None:
     """Zero points, an order of inputs and experts included: log-probabilities are near those of floating rows."""
@@ -44,7 +45,11 @@ def test_checkpoints_of_int4_take_int8_rows(kind: str, family: str, tmp_path: Pa
     assert own != other
 
 
-@pytest.mark.parametrize("kinds", [("q4_0", "q4_1"), ("q8_0", "q5_k", "q6_k"), gguf_files.MIXED], ids=str)
+@pytest.mark.parametrize("kinds", [
+    gguf_files.MIXED, *(pytest.param(kinds, marks=pytest.mark.slow) for kinds in (
+        ("q4_0", "q4_1"), ("q8_0", "q5_k", "q6_k"),
+    )),
+], ids=str)
 def test_blocks_take_int8_rows(kinds: tuple[str, ...], tmp_path: Path) -> None:
     """Least weights, scales in float16, groups of 16 inputs; blocks of codebooks beside them keep floating rows."""
     write_model(tmp_path / "model.gguf", "llama", kinds, **SMALL)

@@ -23,6 +23,12 @@ NUM_BLOCKS = 80
 #: Architectures whose head sizes need kernels of their own; compiling those takes too long for every test run.
 COMPILED_ELSEWHERE = {"gemma4_text"}
 DEPENDS_ON_WEIGHTS = {"jetmoe"}
+#: One of each kind; `make slow` takes all, and so does `make families`.
+KINDS = {
+    "cohere2", "dbrx", "deepseek_v3", "exaone4", "gemma2", "gemma3n_text", "gemma4_text", "glm4_moe", "gpt2",
+    "gpt_bigcode", "gpt_oss", "granite", "jetmoe", "llama", "llama4_text", "modernbert-decoder", "nanochat", "olmo2",
+    "opt", "persimmon", "phi3", "qwen2_moe", "qwen3", "smollm3",
+}
 
 
 def plain_logits(model: Any, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -66,7 +72,9 @@ def check_logits(loaded: Loaded) -> None:
     assert_equal_up_to_rounding(actual, loaded.expected)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[
+    pytest.param(family, marks=[] if family in KINDS else [pytest.mark.slow]) for family in FAMILIES
+])
 def loaded(request: pytest.FixtureRequest) -> Loaded:
     """An architecture on the plain attention."""
     family = request.param
