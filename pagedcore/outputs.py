@@ -31,7 +31,8 @@ _WAITS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one token under the model's own (unmodified) distribution."""
+    """Log-probabilities of one token under the model's own (unmodified) distribution, or, with
+    ``logprobs_mode="processed"``, under the one that it was drawn from."""
 
     token_id: int
     logprob: float
@@ -201,12 +202,13 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class CompletionScore:
-    """How likely a given completion is behind its prompt, under the model's own distribution."""
+    """How likely a given completion is behind its prompt, under the model's own distribution or another one."""
 
     token_ids: tuple[int, ...]
     """Of the completion."""
     logprobs: tuple[float, ...]
-    """The log-probability of each of them, given everything before it."""
+    """The log-probability of each of them, given everything before it; minus infinity for one that would not be drawn.
+    """
     num_prompt_tokens: int
     num_cached_tokens: int
     """Tokens at the beginning whose keys and values were already in the cache."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 
 from pagedcore import errors
 from pagedcore.config import field_rules, limits
-from pagedcore.config.field_rules import BOOLEAN, EARLY_STOPPING, Check, FieldRule, integer, number
+from pagedcore.config.field_rules import BOOLEAN, EARLY_STOPPING, Check, FieldRule, integer, number, one_of
 from pagedcore.config.keywords import refuses_unknown
 from pagedcore.structured_output import StructuredOutput
 
@@ -63,6 +63,10 @@ def _function(name: str, value: Any) -> Any:
 
 def _structured(_: str, value: Any) -> StructuredOutput | None:
     return None if value is None else StructuredOutput.from_mapping(value)
+
+
+_MODE: Final = one_of("raw", "processed", elsewhere={"raw_logprobs": "raw", "processed_logprobs": "processed"})
+"""With the words of vLLM."""
 
 
 class _Remembers:
@@ -185,6 +189,12 @@ class SamplingParams(_Remembers):
     """Return the logits that the model gave for each token, before anything changes them (``CompletionOutput.logits``,
     ``TokenLogprobs.logits``), at most 256 MiB of them for a request; ``logprobs`` is 0 then unless it is more. It
     cannot be combined with ``beam_width``."""
+    logprobs_mode: Literal["raw", "processed"] = _parameter("raw", _MODE, with_beams=False)
+    """Whose log-probabilities are reported of a completion: "raw", the model's own, or "processed", those of the
+    distribution that the token was drawn from, after all of the above. Tokens that could not be drawn are no
+    alternatives then; at temperature 0 it is the distribution at temperature 1 with all tokens that no mask forbids.
+    It changes no token, and those of prompts are always the model's. "processed" cannot be combined with ``best_of``
+    above ``n``, whose completions are compared by the model's own."""
 
     if TYPE_CHECKING:
         # Why a field there: its keyword is accepted too, and type checkers make the constructor of the fields.
@@ -236,6 +246,8 @@ class SamplingParams(_Remembers):
         if self.best_of is not None and self.best_of < self.n:
             allowed = f"n to {limits.MAX_SEQUENCES_PER_REQUEST}, n is {self.n} here"
             raise errors.TooManySequences("best_of", self.best_of, allowed)
+        if self.logprobs_mode == "processed" and self.num_sequences > self.n and self.beam_width == 1:
+            raise errors.InvalidSampling("logprobs_mode", self.logprobs_mode, "'raw' where best_of is above n")
         if self.n > self.beam_width > 1:
             raise errors.TooManySequences("n", self.n, f"1 to beam_width, {self.beam_width} here")
         for name, default, _ in _CHECKS if self.beam_width > 1 else ():

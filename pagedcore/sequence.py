@@ -83,6 +83,9 @@ class Sequence:
     hidden_from: int | None = None
     """Of a sequence that generates nothing: the first position whose hidden state is still wanted; it has finished when
     all are computed. ``None``: it generates."""
+    scored_as: Sequence | None = None
+    """Of a sequence whose tokens are scored: the turn, at its beginning, in which they are taken to have been drawn.
+    ``None``: they are scored by the model's own distribution."""
     block_keys: list[bytes] = field(init=False, default_factory=list)
     """The content keys that were made for full blocks."""
     is_long: bool = field(init=False, default=False)

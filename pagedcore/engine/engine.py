@@ -290,14 +290,20 @@ class Engine(TextVerbs):
         return [embedding_of(one) for one in outputs]
 
     def score(
-        self, prompt: Prompt, completions: Text | Iterable[Text], *, show_progress: bool | None = False,
-        **options: Unpack[OptionKeywords],
+        self, prompt: Prompt, completions: Text | Iterable[Text], *, temperature: float | None = None,
+        params: SamplingParams | None = None, show_progress: bool | None = False, **options: Unpack[OptionKeywords],
     ) -> list[CompletionScore]:
         """Say how likely given completions of a prompt are, in the same order; the prompt is computed once.
+
+        By the model's own distribution, or by that from which a request with the same ``params`` draws: penalties,
+        masks and processors act at each token as if the request had drawn those before it.
 
         Args:
             prompt: as for ``add_request``.
             completions: any number, each text, which is tokenised by itself, or token ids; one of them is one.
+            temperature: short for ``params=SamplingParams(temperature=..., logprobs_mode="processed")``.
+            params: of that request. ``logprobs_mode`` says which distribution, and what else shapes it has an effect
+                with "processed" only; where completions end, and how many of what is reported, has none.
             show_progress: as for ``generate``.
             **options: as for ``add_request``.
 
@@ -305,7 +311,8 @@ class Engine(TextVerbs):
             InvalidRequest: the prompt or a completion is refused; then none was started.
             RequestFailed: a completion could not be computed.
         """
-        asked, scorer = read_options(options, "show_progress"), CompletionScorer.of(self.input_processor, prompt)
+        asked = read_options(options, "temperature", "params", "show_progress")
+        scorer = CompletionScorer.of(self.input_processor, prompt, params, temperature)
         given = enumerate(texts_of(completions, "completions"))
         outputs = self._complete([scorer.process(one, options_at(asked, place)) for place, one in given], show_progress)
         return [scorer.score_of(one) for one in outputs]

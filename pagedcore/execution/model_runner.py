@@ -123,8 +123,10 @@ class ModelRunner:
             _require_logits(logits, (len(batch.logits_rows), self._backend.vocab_size))
             if is_plain:
                 return self._sampler.sample(logits, sequences)
-            prompts = self._sampler.score(logits[len(sequences) :], [row for row in rows if row.scored_positions])
-            return replace(self._sampler.sample(logits[: len(sequences)], sequences), prompts=prompts, hidden=hidden)
+            scored = [row for row in rows if row.scored_positions]
+            prompts, failures = self._sampler.score(logits[len(sequences) :], scored)
+            sampled = self._sampler.sample(logits[: len(sequences)], sequences)
+            return replace(sampled, prompts=prompts, hidden=hidden, failures={**sampled.failures, **failures})
 
     def _forward_hidden(
         self, batch: RaggedBatch, hidden_rows: Int64Array, rows: ListOf[ScheduledRow]

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedcore.errors import StepFailed
+from pagedcore.errors import ProcessorFailed, StepFailed
 from pagedcore.execution.logits_processor import process_row
 from pagedcore.outputs import TokenLogprobs
-from pagedcore.protocols import Constraint, FloatArray, Int64Array, MaskRows
+from pagedcore.protocols import FloatArray, Int64Array, MaskRows
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.sequence import Sequence
 from pagedcore_kernels.cpu.runtime.float_state import use_default_floats
@@ -88,16 +88,18 @@ class Sampler:
             return SampledTokens(self._pick_greedily(bits), [None] * len(sequences))
         rows = self._as_array(logits)
         wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
+        kept = {i: _read_only(rows[i]) for i in wanted if sequences[i].params.return_logits}
+        drawable = {i: wanted.pop(i) for i in tuple(wanted) if sequences[i].params.logprobs_mode == "processed"}
         reports = self._make_reports(rows, wanted)
-        for i, report in reports.items():
-            if sequences[i].params.return_logits:
-                report.keep(rows[i])
+        for i in kept.keys() & reports.keys():
+            reports[i].raw = kept[i]
         failures = self._adjust(rows, sequences, reports)
-        token_ids = self._choose(rows, sequences)
+        token_ids = self._choose(rows, sequences, list(drawable))
+        reports.update(self._make_reports(rows, drawable))
         logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
         for i, report in reports.items():
             if token_ids[i] >= 0:
-                logprobs[i] = report.describe(int(token_ids[i]), rows[i])
+                logprobs[i] = report.describe(int(token_ids[i]), rows[i], kept.get(i))
         return SampledTokens(token_ids, logprobs, failures=failures)
 
     @staticmethod
@@ -127,32 +129,67 @@ class Sampler:
 
     def score(
         self, logits: FloatArray | torch.Tensor, rows: ListOf[ScheduledRow]
-    ) -> dict[int, list[TokenLogprobs] | None]:
-        """Compute the log-probabilities of prompt tokens, each after those before it.
+    ) -> tuple[dict[int, list[TokenLogprobs] | None], dict[int, Exception]]:
+        """Compute the log-probabilities of prompt tokens, each after those before it: the model's own, or those of what
+        the token would have been drawn from in the turn that the sequence is ``scored_as``.
 
         Memory: the planner bounds the positions that are scored in a step, so that their logits stay within some tens
         of megabytes however large the vocabulary is. A prompt that is reported is computed in shorter chunks for it.
 
         Args:
             logits: float32 or bfloat16 [P, vocab_size] on the CPU, of the ``scored_positions`` of all rows one after
-                the other.
+                the other; may be overwritten.
             rows: those that have any.
 
         Returns:
-            The entries of each sequence by its id; ``None`` where a row of its logits is not valid.
+            The entries of each sequence by its id, ``None`` where a row of its logits is not valid; and why a sequence
+            could not be scored.
         """
-        positions = [(row.sequence, position) for row in rows for position in row.scored_positions]
+        array, place = self._as_array(logits), 0
+        positions, impossible = list[tuple[Sequence, int]](), set[int]()
+        failures = dict[int, Exception]()
+        for row in rows:
+            positions += [(row.sequence, position) for position in row.scored_positions]
+            if row.sequence.scored_as is not None:
+                num_drawn, error = self._draw_again(array[place : len(positions)], row.sequence.scored_as, row)
+                impossible.update(range(place + num_drawn, len(positions)))
+                if error is not None:
+                    failures[row.sequence.sequence_id] = error
+            place = len(positions)
         counts = {i: one.params.prompt_logprobs or 0 for i, (one, _) in enumerate(positions)}
-        array = self._as_array(logits)
         reports, scores = self._make_reports(array, counts), dict[int, list[TokenLogprobs] | None]()
         for i, (sequence, position) in enumerate(positions):
-            scored = reports[i].describe(sequence.token_ids[position + 1], array[i])
+            token_id = sequence.token_ids[position + 1]
+            scored = reports[i].describe(token_id, array[i]) if i not in impossible else TokenLogprobs(
+                token_id, -math.inf)
             known = scores.setdefault(sequence.sequence_id, [])
             if math.isnan(scored.logprob):
                 scores[sequence.sequence_id] = None
             elif known is not None:
                 known.append(scored)
-        return scores
+        return scores, failures
+
+    def _draw_again(self, rows: FloatArray, turn: Sequence, scored: ScheduledRow) -> tuple[int, Exception | None]:
+        """Leave in rows [P, vocab_size] what the tokens behind the ``scored_positions`` would have been drawn from.
+
+        Returns:
+            How many positions could have been reached: behind a token that the grammar of the turn refuses, none. And
+            the error of the turn's processor.
+        """
+        token_ids, positions = scored.sequence.token_ids, scored.scored_positions
+        turn = turn.branch(turn.sequence_id, seed=turn.seed)
+        adjuster, count = RowAdjuster(turn, self._vocab_size), len(rows)
+        for place, position in enumerate(positions):
+            turn.token_ids.extend(token_ids[len(turn.token_ids) : position + 1])
+            if turn.is_adjusted or _bars_tokens(turn):
+                if (failure := _adjust_row(rows[place], turn, adjuster)) is not None:
+                    return place, failure
+                if turn.constraint is not None and self._mask(rows[place : place + 1], [(0, turn)]):
+                    count = place
+                    break
+        if count:
+            self._choose(rows[:count], [turn] * count, list(range(count)))
+        return count, None
 
     def _as_array(self, logits: FloatArray | torch.Tensor) -> FloatArray:
         """Return them in float32, to be written; the next call may write over what this one returned."""
@@ -164,20 +201,23 @@ class Sampler:
             array = logits.detach().numpy()
         return np.require(array, np.float32, ["C", "W"])
 
-    def _choose(self, rows: FloatArray, sequences: ListOf[Sequence]) -> Int64Array:
+    def _choose(self, rows: FloatArray, sequences: ListOf[Sequence], drawable: list[int]) -> Int64Array:
+        """Choose a token of each row; leave in the ``drawable`` ones what was drawn from."""
         params = [sequence.params for sequence in sequences]
         temperatures = [one.temperature for one in params]
         if not any(temperatures):
             return self._pick_greedily(rows)
         seeds, positions = [one.seed for one in sequences], [len(one.token_ids) for one in sequences]
         top_k, top_p, min_p = zip(*[(one.top_k, one.top_p, one.min_p) for one in params], strict=True)
-        return self._sample(rows, sampling_rows(temperatures, top_k, top_p, min_p, seeds, positions))
+        draws = sampling_rows(temperatures, top_k, top_p, min_p, seeds, positions)
+        draws["leaves_drawable"][drawable] = True
+        return self._sample(rows, draws)
 
     def _adjust(
         self, rows: FloatArray, sequences: ListOf[Sequence], reports: dict[int, _Report]
     ) -> dict[int, Exception]:
         """Change the rows in place; return why a sequence cannot be sampled, by its id."""
-        adjusters, constrained = dict[int, RowAdjuster](), list[tuple[int, Constraint, list[int]]]()
+        adjusters, constrained = dict[int, RowAdjuster](), list[tuple[int, Sequence]]()
         failures = dict[int, Exception]()
         for i, sequence in enumerate(sequences):
             if not (sequence.is_adjusted or _bars_tokens(sequence)):
@@ -188,22 +228,22 @@ class Sampler:
             adjusters[sequence.sequence_id] = adjuster
             if i in reports and reports[i].raw is None:
                 reports[i].raw = rows[i].copy()
-            if (process := sequence.params.logits_processor) is not None:
-                failure = process_row(process, rows[i], sequence.output_token_ids)
-                # Why: it is code of the host's, and other rows come after it.
-                use_default_floats()
-                if failure is not None:
-                    failures[sequence.sequence_id] = failure
-            adjuster.adjust(rows[i])
+            if (failure := _adjust_row(rows[i], sequence, adjuster)) is not None:
+                failures[sequence.sequence_id] = failure
             if sequence.constraint is not None:
-                constrained.append((i, sequence.constraint, sequence.output_token_ids))
+                constrained.append((i, sequence))
         # Why: a sequence outside this step may never come back; if it does, its tokens are counted again.
         self._adjusters = adjusters
         if not constrained:
             return failures
-        assert self._mask_rows is not None  # Invariant: an engine that compiles constraints gives it
-        masked = self._mask_rows(rows, constrained)
+        masked = self._mask(rows, constrained)
         return {sequences[i].sequence_id: error for i, error in masked.items()} | failures
+
+    def _mask(self, rows: FloatArray, constrained: ListOf[tuple[int, Sequence]]) -> dict[int, Exception]:
+        """Mask rows by the constraints of their sequences. As ``MaskRows``."""
+        assert self._mask_rows is not None  # Invariant: an engine that compiles constraints gives it
+        return self._mask_rows(rows, [(i, one.constraint, one.output_token_ids) for i, one in constrained
+                                      if one.constraint is not None])
 
     def _make_reports(self, rows: FloatArray, wanted: dict[int, int]) -> dict[int, _Report]:
         if not wanted:
@@ -224,6 +264,23 @@ def _require_token_ids(token_ids: object, count: int, vocab_size: int) -> None:
         raise StepFailed(f"model: forward_greedily returned {token_ids.dtype} of shape {token_ids.shape}, {wanted}")
     if count and not -1 <= token_ids.min() <= token_ids.max() < vocab_size:
         raise StepFailed(f"model: forward_greedily returned ids from {token_ids.min()} to {token_ids.max()}, {wanted}")
+
+
+def _adjust_row(row: FloatArray, sequence: Sequence, adjuster: RowAdjuster) -> ProcessorFailed | None:
+    """Change a row by the code and the parameters of its request; return why that code failed, if it did."""
+    failure = None
+    if (process := sequence.params.logits_processor) is not None:
+        failure = process_row(process, row, sequence.output_token_ids)
+        # Why: it is code of the host's, and other rows come after it.
+        use_default_floats()
+    adjuster.adjust(row)
+    return failure
+
+
+def _read_only(row: FloatArray) -> FloatArray:
+    copied = row.copy()
+    copied.setflags(write=False)
+    return copied
 
 
 def _bits(logits: torch.Tensor) -> Int16Array:
@@ -265,27 +322,23 @@ def _barred(sequence: Sequence) -> set[int]:
 
 @dataclass(slots=True)
 class _Report:
-    """Log-probabilities of one row under the model's own distribution, taken before anything changes the row."""
+    """Log-probabilities of one row, as it was when this was made."""
 
     normaliser: float
     ids: Int64Array
     values: FloatArray
     raw: FloatArray | None = None
-    """A copy of a row that is adjusted."""
-    kept: FloatArray | None = None
-    """The same copy, where the request gets it."""
+    """A copy of a row that is adjusted afterwards."""
 
-    def keep(self, row: FloatArray) -> None:
-        """Copy a row that the request gets."""
-        self.raw = self.kept = row.copy()
-        self.kept.setflags(write=False)
+    def describe(self, token_id: int, row: FloatArray, kept: FloatArray | None = None) -> TokenLogprobs:
+        """Return the log-probabilities of the chosen token and of the best ones; ``row`` is used if not adjusted.
 
-    def describe(self, token_id: int, row: FloatArray) -> TokenLogprobs:
-        """Return the log-probabilities of the chosen token and of the best ones; ``row`` is used if not adjusted."""
+        ``kept`` is what a request gets that wants the model's logits.
+        """
         logit = float((row if self.raw is None else self.raw)[token_id])
         best = [(int(i), float(value) - self.normaliser) for i, value in zip(self.ids, self.values, strict=True)]
         top = tuple(pair for pair in best if pair[0] >= 0)
-        return TokenLogprobs(token_id, logit - self.normaliser, top, self.kept)
+        return TokenLogprobs(token_id, logit - self.normaliser, top, kept)
 
 
 class RowAdjuster:

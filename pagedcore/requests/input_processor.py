@@ -62,6 +62,8 @@ class ProcessedRequest:
     """Makes what reads the hidden states of a request that generates nothing."""
     num_unscored: int | None = None
     """Of a request that generates nothing and is scored: how many positions at its beginning are not."""
+    scored_as: ProcessedRequest | None = None
+    """The request whose completion such a one is taken to be, if that is not scored by the model's own distribution."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,9 @@ class RequestTable:
         if processed.new_reader is not None:
             request.reader = processed.new_reader()
             sequences[0].hidden_from = request.reader.first
+        if processed.scored_as is not None:
+            (sequences[0].scored_as,) = self._new_sequences(
+                processed.scored_as, 1, count(_AFTER_ALL), (arrival, arrival_s), request_id)
         if processed.num_unscored is not None:
             sequences[0].hidden_from = len(processed.token_ids)
             sequences[0].prompt_logprobs = [None] * processed.num_unscored  # type: ignore[list-item]

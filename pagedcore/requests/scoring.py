@@ -1,7 +1,8 @@
 """From a prompt and given completions to requests that score them, and from their outputs to what callers get.
 
 Each completion is a text that begins with the prompt, generates nothing and has the tokens behind the prompt scored. So
-they share what the prefix cache has of the prompt, and their scores are those of a completion that the engine made.
+they share what the prefix cache has of the prompt, and their scores are those of a completion that the engine made:
+by the model's own distribution, or by the one that a request with the same parameters draws from.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-from pagedcore.errors import InvalidPrompt, InvalidText, PromptTooLong, RequestFailed
+from pagedcore.errors import InvalidPrompt, InvalidSampling, InvalidText, PromptTooLong, RequestFailed
 from pagedcore.outputs import CompletionScore, RequestOutput
 from pagedcore.request_options import NO_OPTIONS, RequestOptions
 from pagedcore.requests import validation
@@ -27,11 +28,25 @@ class CompletionScorer:
 
     inputs: InputProcessor
     prompt_ids: list[int]
+    scored_as: ProcessedRequest | None
+    """The request that draws from the distribution of the scores; ``None``: they are of the model's own."""
 
     @classmethod
-    def of(cls, inputs: InputProcessor, prompt: Prompt) -> CompletionScorer:
-        """Tokenise the prompt. Raises as ``Engine.add_request``."""
-        return cls(inputs, inputs.process(prompt, _ONE_TOKEN, NO_OPTIONS).token_ids)
+    def of(
+        cls, inputs: InputProcessor, prompt: Prompt, params: SamplingParams | None = None,
+        temperature: float | None = None,
+    ) -> CompletionScorer:
+        """Tokenise the prompt, and compile what the parameters have of a grammar. Arguments as ``Engine.score``.
+
+        Raises:
+            InvalidRequest: as ``Engine.add_request``, or both parameters and a temperature are given.
+        """
+        if temperature is not None:
+            if params is not None:
+                raise InvalidSampling("temperature", temperature, "None where params are given, which have their own")
+            params = SamplingParams(temperature=temperature, logprobs_mode="processed")
+        processed = inputs.process(prompt, _ONE_TOKEN if params is None else params, NO_OPTIONS)
+        return cls(inputs, processed.token_ids, processed if processed.params.logprobs_mode == "processed" else None)
 
     def process(self, completion: Text, options: RequestOptions) -> ProcessedRequest:
         """Tokenise and validate one completion; callable from any thread.
@@ -56,7 +71,7 @@ class CompletionScorer:
         ids = validation.validate_prompt_ids(given, inputs.vocab_size, inputs.max_model_len + 1)
         return ProcessedRequest(
             [*self.prompt_ids, *ids], _PARAMS, options, 1, frozenset(), has_candidates=False, context=inputs.context(),
-            num_unscored=num_prompt - 1,
+            num_unscored=num_prompt - 1, scored_as=self.scored_as,
         )
 
     def score_of(self, output: RequestOutput) -> CompletionScore:

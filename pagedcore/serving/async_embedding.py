@@ -18,6 +18,7 @@ from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest,
 from pagedcore.requests.scoring import CompletionScorer
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.host_program import running_loop
+from pagedcore.serving.long_prompts import is_long, is_structured
 from pagedcore.serving.stream import AwaitableFuture
 
 _T = TypeVar("_T")
@@ -76,16 +77,19 @@ class AsyncEmbeddings:
         return await self._each(encoder.process, texts_of(texts), embedding_of, asked, timeout_s, wait_for_room)
 
     async def score(
-        self, prompt: Prompt, completions: Text | Iterable[Text], *, timeout_s: float | None = None,
-        wait_for_room: bool = True, **options: Unpack[OptionKeywords],
+        self, prompt: Prompt, completions: Text | Iterable[Text], *, temperature: float | None = None,
+        params: SamplingParams | None = None, timeout_s: float | None = None, wait_for_room: bool = True,
+        **options: Unpack[OptionKeywords],
     ) -> list[CompletionScore]:
         """Say how likely given completions of a prompt are, as ``Engine.score``; other arguments as ``embed``.
 
         Raises:
             InvalidRequest: as ``Engine.score``; the rest as ``embed``.
         """
-        asked = read_options(options, "timeout_s", "wait_for_room")
-        scorer = CompletionScorer.of(self.input_processor, prompt)
+        asked = read_options(options, "temperature", "params", "timeout_s", "wait_for_room")
+        make = partial(CompletionScorer.of, self.input_processor, prompt, params, temperature)
+        running_loop()
+        scorer = await asyncio.to_thread(make) if is_long(prompt) or is_structured(params) else make()
         given = texts_of(completions, "completions")
         return await self._each(scorer.process, given, scorer.score_of, asked, timeout_s, wait_for_room)
 

@@ -55,7 +55,7 @@ SAMPLING: dict[str, Any] = {
     "structured": {"json_schema": SCHEMA}, "logits_processor": "code", "bad_words": ["word"], "bad_words_ids": [[7, 8]],
     "allowed_token_ids": [7, 8], "include_stop_str_in_output": True, "skip_special_tokens": False,
     "truncate_prompt_tokens": 3, "suppress_tokens": [7], "begin_suppress_tokens": [7], "no_repeat_ngram_size": 2,
-    "forced_eos_token_id": 7, "return_logits": True,
+    "forced_eos_token_id": 7, "return_logits": True, "logprobs_mode": "processed",
 }
 POLICIES = ("deadline_s", "ttft_ms", "tpot_ms", "timeout_s")
 OPTIONS: dict[str, Any] = {

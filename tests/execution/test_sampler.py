@@ -15,7 +15,7 @@ from transformers import (
 from pagedcore.execution.sampler import RowAdjuster, Sampler
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence, SequenceStatus
-from support.sampling_reference import Draw, choose, explains
+from support.sampling_reference import Draw, choose, explains, kept_tokens, weights_of
 
 VOCAB_SIZE = 300
 
@@ -284,6 +284,47 @@ def test_logprobs_are_those_of_the_raw_logits_and_change_nothing(params):
         assert [token_id for token_id, _ in report.top] == best.tolist()
         np.testing.assert_allclose([value for _, value in report.top], exact[best], atol=1e-5)
     assert silent.logprobs == [None]
+
+
+PROCESSED = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9}, {"temperature": 2.0, "top_k": 9, "min_p": 0.1},
+             {}, {"top_k": 1}]  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", PROCESSED)
+@pytest.mark.parametrize("changes", [{}, ADJUSTMENTS[-1]])
+def test_processed_logprobs_are_of_what_the_token_was_drawn_from(limits, changes):
+    """After bias, penalties and masks, at the temperature, of the tokens that are kept; the token is the same, and so
+    are the reports of a neighbour. A greedy row is taken at temperature 1, with all tokens."""
+    logits, turn = make_logits(2, seed=6), {"stop_token_ids": (4, 9), "prompt": (1, 7, 7, 250), "output": (7, 9, 12)}
+    silent = Sampler(VOCAB_SIZE).sample(logits.copy(), [make_sequence(**turn, **limits, **changes)] * 2)
+    sequence = make_sequence(**turn, **limits, **changes, logprobs=20, logprobs_mode="processed")
+    neighbour = make_sequence(sequence_id=1, **turn, **limits, **changes, logprobs=20)
+    result = Sampler(VOCAB_SIZE).sample(logits.copy(), [sequence, neighbour])
+    plain = Sampler(VOCAB_SIZE).sample(logits[1:].copy(), [neighbour])
+    assert result.token_ids.tolist() == silent.token_ids.tolist()
+    assert result.logprobs[1] == plain.logprobs[0]
+    report, row = result.logprobs[0], adjusted_naively(sequence, logits[0])
+    draw = Draw(**limits) if limits.get("temperature") else Draw(1.0)
+    kept = kept_tokens(row, draw)
+    exact = np.full(VOCAB_SIZE, -np.inf)
+    exact[kept] = np.log(weights_of(row, draw.temperature)[kept] / weights_of(row, draw.temperature)[kept].sum())
+    best = np.argsort(-exact, kind="stable")[: min(20, len(kept))]
+    assert report.token_id == result.token_ids[0]
+    assert report.logprob == pytest.approx(exact[report.token_id], abs=1e-5)
+    assert [token_id for token_id, _ in report.top] == best.tolist()
+    np.testing.assert_allclose([value for _, value in report.top], exact[best], atol=1e-5)
+
+
+def test_without_limits_processed_logprobs_are_the_raw_ones():
+    """In every bit, at temperature 1 and at 0; and the model's logits are returned as they are."""
+    for temperature in (0.0, 1.0):
+        logits, turn = make_logits(1, seed=6), {"temperature": temperature, "logprobs": 5, "return_logits": True}
+        raw, processed = (Sampler(VOCAB_SIZE).sample(logits.copy(), [make_sequence(**turn, logprobs_mode=mode)])
+                          for mode in ("raw", "processed"))
+        assert raw.logprobs == processed.logprobs
+        np.testing.assert_array_equal(processed.logprobs[0].logits, logits[0])
+    tempered = make_sequence(temperature=0.5, top_k=3, return_logits=True, logprobs_mode="processed")
+    np.testing.assert_array_equal(Sampler(VOCAB_SIZE).sample(logits.copy(), [tempered]).logprobs[0].logits, logits[0])
 
 
 def test_logprobs_of_small_and_masked_vocabularies_are_finite():

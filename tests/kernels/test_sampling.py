@@ -15,7 +15,7 @@ from pagedcore_kernels.cpu.sampling.samplers import (
     TokenSampler,
     sampling_rows,
 )
-from support.sampling_reference import Draw, choose, explains, kept_tokens, uniform, weights_of
+from support.sampling_reference import ROUNDING, Draw, choose, explains, kept_tokens, uniform, weights_of
 
 VOCABULARIES = [1, 2, 63, 64, 65, 127, 1000, 4095, 4096, 4097, 5003, 50257]
 MODES = [
@@ -31,6 +31,15 @@ def sample(logits, draws):
     fields = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
     rows = sampling_rows(*[[getattr(draw, field) for draw in draws] for field in fields])
     return TokenSampler(logits.shape[1])(np.array(logits, np.float32, order="C"), rows)
+
+
+def sample_and_leave(logits, draws):
+    """The same, and the rows as they are left with ``leaves_drawable``."""
+    fields = ("temperature", "top_k", "top_p", "min_p", "seed", "position")
+    rows = sampling_rows(*[[getattr(draw, field) for draw in draws] for field in fields])
+    rows["leaves_drawable"] = True
+    left = np.array(logits, np.float32, order="C")
+    return TokenSampler(logits.shape[1])(left, rows), left
 
 
 def repeat(draw, count, seed=0):
@@ -75,6 +84,35 @@ def test_every_mode_chooses_as_the_reference_does(vocab_size, scale):
     assert np.mean(chosen == expected) > 0.98
     for i in np.flatnonzero(chosen != expected):
         assert explains(logits[i], draws[i], chosen[i]), (draws[i], chosen[i], expected[i])
+
+
+@pytest.mark.parametrize("vocab_size", VOCABULARIES)
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_a_row_is_left_as_what_was_drawn_from(vocab_size, scale):
+    """It has the reference's distribution, and a probability wherever one may be drawn; the token is the same."""
+    logits = normal_logits(len(MODES), vocab_size, scale, seed=vocab_size)
+    draws = [Draw(m.temperature, m.top_k, m.top_p, m.min_p, 5, 7) for m in MODES]
+    chosen, left = sample_and_leave(logits, draws)
+    np.testing.assert_array_equal(chosen, sample(logits, draws))
+    for row, after, draw, token in zip(logits, left, draws, chosen, strict=True):
+        expected, weights = np.zeros(vocab_size), weights_of(row, draw.temperature)
+        expected[kept_tokens(row, draw)] = weights[kept_tokens(row, draw)]
+        found = np.exp(after.astype(np.float64) - after.max())
+        assert after[token] > -np.inf
+        # Why: one at the border of a nucleus may be on either side.
+        others = np.flatnonzero((after > -np.inf) != np.isin(np.arange(vocab_size), kept_tokens(row, draw)))
+        assert weights[others].sum() <= (ROUNDING * weights.sum() if draw.top_p < 1 else 0.0), draw
+        np.testing.assert_allclose(found / found.sum(), expected / expected.sum(), rtol=2e-3, atol=2 * ROUNDING)
+
+
+def test_at_temperature_1_a_row_without_limits_is_left_alone():
+    """And so is one that is greedy; of equal logits at a cut the later ones are not left."""
+    logits = normal_logits(2, 300)
+    _, left = sample_and_leave(logits, [Draw(1.0), Draw(0.0, top_k=3)])
+    np.testing.assert_array_equal(left, logits)
+    logits[:, [7, 80, 150, 280]] = 20.0
+    _, left = sample_and_leave(logits, [Draw(1.0, top_k=2), Draw(0.5, top_p=0.6)])
+    assert [np.flatnonzero(row > -np.inf).tolist() for row in left] == [[7, 80], [7, 80, 150]]
 
 
 @pytest.mark.parametrize("mode", MODES)

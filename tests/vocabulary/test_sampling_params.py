@@ -49,6 +49,7 @@ ACCEPTED = {
     "begin_suppress_tokens": [(), [], [0, limits.MAX_COUNT], list(range(4096)), (3, 3)],
     "no_repeat_ngram_size": [0, 1, 64],
     "forced_eos_token_id": [None, 0, limits.MAX_COUNT, [1], tuple(range(64))],
+    "logprobs_mode": ["raw", "processed"],
 }
 
 NOT_A_NUMBER = [None, True, "1", NAN, INF, -INF, 10**400, -(10**400), np.float64(0.5), np.float32(0.5), 1j, [1], b"1"]

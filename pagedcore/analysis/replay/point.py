@@ -153,7 +153,7 @@ def _latest_turn(recording: Recording, number: int) -> tuple[Mapping[str, Any], 
 
 def _params_of(described: Mapping[str, Any]) -> SamplingParams:
     kept = {name: value for name, value in described["params"].items()
-            if name not in ("n", "best_of", "stop", "prompt_logprobs", "logprobs", "max_tokens")}
+            if name not in ("n", "best_of", "stop", "prompt_logprobs", "logprobs", "logprobs_mode", "max_tokens")}
     if "logits_processor" in kept:
         raise RecordingError("the request has a logits processor, which is code and in no recording")
     try:

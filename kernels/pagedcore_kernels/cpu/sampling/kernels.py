@@ -21,6 +21,7 @@ from pagedcore_kernels.cpu.sampling.logit_search import (
     gather,
     gather_largest,
     keep_heaviest,
+    leave_drawable,
     short_view,
 )
 from pagedcore_kernels.cpu.sampling.logit_vectors import CHUNK, load_float64, store_float64, widen_chunks
@@ -49,9 +50,11 @@ from pagedcore_kernels.cpu.simd import (
 )
 
 SAMPLING_ROW: Final = np.dtype(
-    [("scale", "f8"), ("min_p_offset", "f8"), ("top_p", "f8"), ("top_k", "i8"), ("seed", "i8"), ("position", "i8")]
+    [("scale", "f8"), ("min_p_offset", "f8"), ("top_p", "f8"), ("top_k", "i8"), ("seed", "i8"), ("position", "i8"),
+     ("leaves_drawable", "i8")]
 )
-"""How one row is sampled: log2(e) / temperature or 0 for greedy; log(min_p) * temperature; and as their names say."""
+"""How one row is sampled: log2(e) / temperature or 0 for greedy; log(min_p) * temperature; as their names say; and
+whether the row is left as what was drawn from."""
 
 _FIRST_GUESS, _SECOND_GUESS = 64, 1024
 """How many of the largest logits are tried for a nucleus before it is searched for in the whole row."""
@@ -187,7 +190,10 @@ def _sample_row(view: View, largest: Number, vocab_size: Integer, row: Integer, 
     if top_p < 1.0:
         low = max(low, keep_heaviest(kept, memory, largest, scale, target))
     index = draw(kept, largest, scale, low, _uniform(load_int64(row, 4), load_int64(row, 5)), weights)
-    return index if kept[0] == view[0] else load_int64(ids, index)
+    token = index if kept[0] == view[0] else load_int64(ids, index)
+    if load_int64(row, 6) != 0:
+        leave_drawable(view, vocab_size, kept, ids, largest, scale, low)
+    return token
 
 
 @compiled

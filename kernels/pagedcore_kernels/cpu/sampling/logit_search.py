@@ -41,7 +41,7 @@ from pagedcore_kernels.cpu.sampling.logit_views import (
     weigh,
     weight_of,
 )
-from pagedcore_kernels.cpu.simd import load_float32, load_int64, stack_floats, store_float32, store_int64
+from pagedcore_kernels.cpu.simd import LOG2_E, load_float32, load_int64, stack_floats, store_float32, store_int64
 
 MAX_CANDIDATES: Final = 4096
 """Candidates that ``gather`` can hold."""
@@ -277,3 +277,39 @@ def draw(view: View, largest: Number, scale: Number, low: Number, uniform: Numbe
         store_float64(weights, i, weight_of(logit, largest, scale) if logit >= low else 0.0)
     first = block * BLOCK * CHUNK if block * BLOCK < view[1] else view[1] * CHUNK
     return first + chunk * CHUNK + pick(weights, np.int64(CHUNK), rest)[0]
+
+
+@compiled
+def leave_drawable(
+    view: View, size: Integer, kept: View, ids: Integer, largest: Number, scale: Number, low: Number
+) -> None:
+    """Write over a row of ``size`` logits those that ``draw`` chose from, divided by the temperature, with the largest
+    at 0; the others become minus infinity. At a temperature of 1 they stay as they are.
+
+    ``kept`` is the row's own view, or a short one of the logits with these ``ids``.
+    """
+    row = view[0]
+    if kept[0] == row:
+        num_whole = view[1] * CHUNK
+        for i in range(num_whole):
+            store_float32(row, i, _tempered(load_float32(row, i), largest, scale, low))
+        for i in range(num_whole, size):
+            store_float32(row, i, _tempered(load_float32(view[2], i - num_whole), largest, scale, low))
+        return
+    for i in range(size):
+        store_float32(row, i, NOTHING)
+    for i in range(kept[1] * CHUNK):
+        logit = load_float32(kept[0], i)
+        # Why: the padding of a short view has no ids.
+        if logit > NOTHING:
+            store_float32(row, load_int64(ids, i), _tempered(logit, largest, scale, low))
+
+
+@compiled
+def _tempered(logit: Number, largest: Number, scale: Number, low: Number) -> Number:
+    if logit < low or logit == NOTHING:
+        return NOTHING
+    if scale == np.float32(LOG2_E):
+        return logit
+    heated = (np.float64(logit) - np.float64(largest)) * (np.float64(scale) / LOG2_E)
+    return np.float32(max(np.float64(SMALLEST), heated))

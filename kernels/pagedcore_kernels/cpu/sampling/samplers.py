@@ -96,7 +96,9 @@ class TokenSampler:
         """Return [S] token ids; -1 where a row of logits is not valid, as from ``GreedyPicker``.
 
         Args:
-            logits: [S, vocab_size], C-contiguous; may be changed.
+            logits: [S, vocab_size], C-contiguous; may be changed. A row that ``leaves_drawable`` has the logits that
+                were drawn from afterwards, divided by the temperature, and minus infinity elsewhere; if it is greedy
+                it stays as it is.
             rows: [S] of ``SAMPLING_ROW``, made by ``sampling_rows``.
         """
         if rows.dtype != SAMPLING_ROW or rows.shape != logits.shape[:1]:
@@ -130,6 +132,7 @@ def sampling_rows(
         rows["scale"] = np.where(heat > 0, np.minimum(LOG2_E / heat, _LARGEST_SCALE), 0.0)
         rows["min_p_offset"] = np.log(min_p) * heat
     rows["top_k"], rows["top_p"], rows["seed"], rows["position"] = top_k, top_p, seeds, positions
+    rows["leaves_drawable"] = False
     return rows
 
 
