@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from pagedcore.engine.engine import Engine
     from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
     from pagedcore.outputs import (
+        Classification,
         CompletionOutput,
         CompletionScore,
         Delta,
         Embedding,
+        PairScore,
         RequestOutput,
         TokenLogprobs,
         TokenText,
@@ -43,10 +45,10 @@ if TYPE_CHECKING:
     from pagedcore.tool_calls.chat_reply import ChatReply
 
 __all__ = [
-    "AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "CompletionOutput", "CompletionScore",
-    "ContinuousBatcher", "Delta", "Embedding", "Engine", "EngineConfig", "Infill", "MemoryBudget", "Request",
-    "RequestOutput", "SamplingParams", "Session", "StructuredOutput", "TokenLogprobs", "TokenText", "Usage",
-    "engine_metrics", "engine_metrics_text", "expose",
+    "AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "Classification", "CompletionOutput",
+    "CompletionScore", "ContinuousBatcher", "Delta", "Embedding", "Engine", "EngineConfig", "Infill",
+    "MemoryBudget", "PairScore", "Request", "RequestOutput", "SamplingParams", "Session", "StructuredOutput",
+    "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose",
 ]
 
 _HOMES: Final = {

@@ -247,6 +247,52 @@ class Embedding:
 
 
 @dataclass(frozen=True, slots=True)
+class Classification:
+    """How likely each class of a text is."""
+
+    labels: tuple[str, ...] = field(repr=False)
+    """The names of the classes, as the model's configuration has them."""
+    probs: tuple[float, ...]
+    """The probability of each: of one among them, or of each by itself; numbers of a regression are as they are."""
+    logits: tuple[float, ...] = field(repr=False)
+    """The numbers that they were made of."""
+    num_prompt_tokens: int
+    """Tokens of the text, with what the tokenizer adds."""
+    num_cached_tokens: int
+    """Of these, the ones whose keys and values were already in the cache."""
+    metrics: RequestMetrics = field(compare=False, repr=False)
+    """When things happened to it."""
+
+    @property
+    def label(self) -> str:
+        """The name of the most likely class."""
+        return self.labels[self.probs.index(max(self.probs))]
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True)
+class PairScore:
+    """How relevant a document is to a query."""
+
+    index: int
+    """The place of the document, or of the pair, in the call."""
+    score: float
+    """The relevance, higher is better: from 0 to 1, unless the model's directory says otherwise."""
+    logit: float = field(repr=False)
+    """The number that it was made of; of a model that answers yes or no, by how much the logit of yes is larger."""
+    num_prompt_tokens: int
+    """Tokens of the query and the document together, with what is written around them."""
+    num_cached_tokens: int
+    """Of these, the ones whose keys and values were already in the cache."""
+    metrics: RequestMetrics = field(compare=False, repr=False)
+    """When things happened to it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What was added to one completion since its last delta; concatenated texts are the completion's text."""
 

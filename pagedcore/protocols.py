@@ -5,8 +5,8 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
 
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
                     NamesVariablePart  DecodesGreedily  HasGenerationConfig  ReturnsHidden
-                    HasEmbeddingDefaults
-    Tokenizer       NamesTokens  HasVocabulary
+                    HasEmbeddingDefaults  HasTextHead
+    Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
     attention       AttentionRequirements  StoresInt8 (the factory)  ShowsKVPool (the backend)
 """
 
@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from pagedcore.embedding_defaults import EmbeddingDefaults
 from pagedcore.outputs import TokenText
+from pagedcore.text_head import PairDefaults, TextHead
 from pagedcore_kernels.interface import AttentionBackend as AttentionBackend
 from pagedcore_kernels.interface import AttentionFactory as AttentionFactory
 from pagedcore_kernels.interface import AttentionRequirements as AttentionRequirements
@@ -238,6 +239,22 @@ class HasEmbeddingDefaults(Protocol):
 
 
 @runtime_checkable
+class HasTextHead(Protocol):
+    """A model backend whose model classifies texts, or says how relevant documents are; of others there is neither.
+
+    Its hidden states are those of ``ReturnsHidden``.
+    """
+
+    @property
+    def text_head(self) -> TextHead | None:
+        """What turns a text's last hidden state into numbers; ``None``: nothing does."""
+
+    @property
+    def pair_defaults(self) -> PairDefaults:
+        """How a query and a document become one text."""
+
+
+@runtime_checkable
 class HasShortContext(Protocol):
     """A model backend that computes sequences otherwise that are longer than its short context: those rows of a batch
     have ``is_long``, and a sequence that passes the border is computed again. Of others it is assumed that a position
@@ -386,6 +403,16 @@ class NamesTokens(Protocol):
 
     def token_text(self, token_id: int) -> TokenText:
         """Return a token's text and, if it has any of its own, its bytes."""
+
+
+@runtime_checkable
+class EncodesPairs(Protocol):
+    """A tokenizer that knows how two texts are joined; without one there are pairs only where a chat template writes
+    them.
+    """
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Tokenise two texts that belong together, with the tokens around them of the tokenizer's own."""
 
 
 @runtime_checkable

@@ -32,6 +32,7 @@ from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
 from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.models.checkpoints import auto_int8
+from pagedcore.models.checkpoints.classifier_files import require_generator
 from pagedcore.models.checkpoints.fp8 import FP8, FP8Files
 from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
 from pagedcore.models.checkpoints.packed_integers import num_words, pack
@@ -135,7 +136,9 @@ def _open(source: str, dtype: torch.dtype) -> tuple[Any, TensorFiles | GGUFSourc
     """Return a model without memory, and the tensors of its files."""
     if not is_gguf(source):
         stored = _fp8_of(source)
-        modules = _modules(load_config(source, is_quantised=stored is not None), dtype)
+        own = load_config(source, is_quantised=stored is not None)
+        require_generator(own)
+        modules = _modules(own, dtype)
         with as_refusals(source):
             directory = (TensorFiles(Path(source), module_name) if stored is None
                          else FP8Files(Path(source), module_name, stored, dtype))

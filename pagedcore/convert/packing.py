@@ -20,6 +20,7 @@ from pagedcore.config.engine_config import EngineConfig
 from pagedcore.convert.conversion import copy_others, require_new
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
+from pagedcore.models.checkpoints.classifier_files import require_generator
 from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
 from pagedcore.models.checkpoints.packed_file import PackedFile, write_packed
 from pagedcore.models.checkpoints.packed_model import (
@@ -116,6 +117,8 @@ def _write(path: Path, source: str, config: EngineConfig, load: Loader, on_progr
     )
     scheme = "none" if stored is None else stored.scheme
     header = facts_of_source(source, backend.dtype, scheme, backend.fingerprint)
+    require_generator(model.config)
+    header["is_headless"] = not backend.embedding_defaults.generates
     products, covered = _products_of(model)
     # Why here: starts with the file do without.
     if shapes := probe_invariance(products.values()):

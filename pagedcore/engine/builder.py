@@ -37,6 +37,7 @@ from pagedcore.protocols import (
     HasFingerprint,
     HasGenerationConfig,
     HasShortContext,
+    HasTextHead,
     ModelFingerprint,
     NamesVariablePart,
     ReturnsHidden,
@@ -144,6 +145,7 @@ def _assemble(
         config.control_tokens_in_chats, defaults,
         backend.embedding_defaults if isinstance(backend, HasEmbeddingDefaults) else EmbeddingDefaults(),
         backend.hidden_size if isinstance(backend, ReturnsHidden) else 0,
+        *((backend.text_head, backend.pair_defaults) if isinstance(backend, HasTextHead) else ()),
     )
     scheduler = Scheduler(
         kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 from pagedcore.config.keywords import refuses_unknown
 from pagedcore.embedding_defaults import Pooling
 from pagedcore.engine.calibration import calibrate
+from pagedcore.engine.judging import JudgesTexts
 from pagedcore.engine.step import StepRunner
 from pagedcore.engine.step_report import StepReport
 from pagedcore.engine.wait_log import WaitLog
@@ -67,7 +68,7 @@ _take_recording: Callable[..., Callable[[str | os.PathLike[str]], None]] = deleg
     "pagedcore.analysis.recorder.dumps", "take_recording")
 
 
-class Engine(TextVerbs):
+class Engine(JudgesTexts, TextVerbs):
     """Continuous batching over a paged KV pool, one ``step()`` at a time.
 
     One thread at a time: another one's call raises ``EngineInUse``. ``AsyncEngine`` is for callers on several threads.

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pagedcore.models.checkpoints.packed_model import Wanted
     from pagedcore.models.checkpoints.quantized import StoredFormat
     from pagedcore.models.transformers_model import TransformersModel
+    from pagedcore.text_head import PairDefaults, TextHead
 
 _log = logging.getLogger("pagedcore")
 
@@ -140,8 +141,7 @@ def _backend(
     is_quantized = stored is not None and stored.scheme != "none"
     quantization = _quantization(config, stored if is_quantized else None)
     linears = _linears(config, device, load, quantization, is_quantized)
-    given = model
-    source = model if is_named else type(model).__name__
+    given, source = model, model if is_named else type(model).__name__
     if use_packed is None:
         use_packed = partial(find_packed, source, _wanted(config, device)) if is_named else _no_packed
     packed = use_packed()
@@ -150,6 +150,7 @@ def _backend(
             source, stored, packed, trust_remote_code=config.trust_remote_code)
     on_loaded(model)
     _tell_parts(model.config)
+    heads = _heads(given, model)
     # Why: an architecture's own code runs here, and raises what it likes.
     with _damage_first(packed), as_refusals(source, "its architecture cannot run here", ModelNotSupported):
         if quantization == AUTO_INT8 and not is_quantized:
@@ -163,7 +164,7 @@ def _backend(
     give_back_freed()
     if packed is not None:
         backend.fingerprint = identity_of(packed)
-    _tell_of_embeddings(backend, given, config.trust_remote_code)
+    _tell_of_texts(backend, given, heads, config.trust_remote_code)
     if not is_named and given is not model:
         take_whole(given)
     if stored is not None and has_unpacked(model):
@@ -171,12 +172,30 @@ def _backend(
     return backend, model
 
 
-def _tell_of_embeddings(backend: TransformersModel, given: Any, trust_remote_code: bool) -> None:
-    """Tell a backend what the directory that its model came from says of embeddings."""
+def _heads(given: Any, model: Any) -> tuple[TextHead | None, PairDefaults]:
+    """Return what turns states of a model into numbers, as its files say, and how pairs become texts: before products
+    take the output layer's weights.
+    """
+    from pagedcore.models.checkpoints.classifier_files import head_of_classifier
+    from pagedcore.models.checkpoints.pair_files import heads_of
+
+    return heads_of(_source_of_files(given), model, head_of_classifier(model))
+
+
+def _source_of_files(given: Any) -> str | None:
+    """Return the directory, or the name on the hub, that has files beside weights; ``None``: there is none."""
+    return os.fspath(given) if isinstance(given, str | os.PathLike) and not is_gguf(os.fspath(given)) else None
+
+
+def _tell_of_texts(
+    backend: TransformersModel, given: Any, heads: tuple[TextHead | None, PairDefaults], trust_remote_code: bool
+) -> None:
+    """Tell a backend what the directory that its model came from, if it did, says of texts that get no completion."""
     from pagedcore.models.checkpoints.sentence_files import read_embedding_defaults
 
-    if isinstance(given, str | os.PathLike) and not is_gguf(given):
-        known = read_embedding_defaults(os.fspath(given), trust_remote_code=trust_remote_code)
+    backend.text_head, backend.pair_defaults = heads
+    if (source := _source_of_files(given)) is not None:
+        known = read_embedding_defaults(source, trust_remote_code=trust_remote_code)
         backend.embedding_defaults = replace(known, generates=backend.embedding_defaults.generates)
 
 
@@ -248,6 +267,7 @@ def _attention(config: EngineConfig, device: Device, load: Loader) -> tuple[str,
 
 def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device: Device, quantization: str) -> Any:
     """Return a model with its weights, in a number format that the device computes in."""
+    from pagedcore.models.checkpoints.classifier_files import body_of_classifier
     from pagedcore.models.checkpoints.fp8 import FP8
     from pagedcore.models.checkpoints.ownership import require_free
     from pagedcore.models.checkpoints.pretrained import computing_dtype, load_pretrained, resolve_dtype, widen_halves
@@ -275,7 +295,7 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
         # Why first: the conversion works in place, on the weights of the engine that has the model.
         require_free(model)
         require_loaded(model)
-        model = language_model_of(model)
+        model = body_of_classifier(language_model_of(model))
         if config.dtype != "auto":
             model = model.to(resolve_dtype(config.dtype))
     if device.kind == "cpu":

@@ -53,6 +53,7 @@ from pagedcore.protocols import (
     RaggedRows,
     StoresInt8,
 )
+from pagedcore.text_head import PairDefaults, TextHead
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
@@ -78,6 +79,9 @@ class TransformersModel:
     Invariant: no matrix product runs over one row: batches have two tokens or more, and a lone wanted row of logits is
     computed twice and returned once.
     """
+
+    text_head: TextHead | None = None
+    pair_defaults = PairDefaults(refusal="nobody said how")
 
     def __init__(
         self, model: PreTrainedModel, attention_factory: AttentionFactory, *, block_size: int | None = None,

@@ -6,13 +6,13 @@ that has no completion. Read ``pooling.py`` for the vector.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from pagedcore.config.field_rules import BOOLEAN, integer, one_of
-from pagedcore.embedding_defaults import POOLINGS, EmbeddingDefaults
+from pagedcore.embedding_defaults import POOLINGS
 from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidText, PromptTooLong, RequestFailed, describe_name
 from pagedcore.outputs import Embedding, RequestOutput
 from pagedcore.request_options import RequestOptions
@@ -21,11 +21,27 @@ from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest
 from pagedcore.requests.pooling import TextReader
 from pagedcore.sampling_params import SamplingParams
 
+if TYPE_CHECKING:
+    from pagedcore.protocols import FloatArray
+
 Text = str | list[int]
 """Text, or the token ids of one, which are taken as they are: without a prompt, and with no token appended."""
 KEYWORDS: Final = ("pooling", "normalize", "dimensions", "prompt_name")
 _PARAMS: Final = SamplingParams(max_tokens=1, ignore_eos=True)
 """A text takes as many steps as a completion of one token."""
+
+
+def read_request(
+    inputs: InputProcessor, token_ids: list[int], options: RequestOptions, reader: Callable[[], TextReader]
+) -> ProcessedRequest:
+    """Return a request of checked tokens that generates nothing, and whose hidden states a reader of its own takes."""
+    return ProcessedRequest(token_ids, _PARAMS, options, 1, frozenset(), has_candidates=False,
+                            context=inputs.context(), new_reader=reader)
+
+
+def last_state(inputs: InputProcessor, token_ids: list[int], options: RequestOptions) -> ProcessedRequest:
+    """Return a request that asks for the last hidden state of checked tokens."""
+    return read_request(inputs, token_ids, options, partial(TextReader, len(token_ids) - 1, None, False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +77,7 @@ class TextEncoder:
             raise InvalidRequest("pooling", f"{describe_name(pooling)}, as the model's directory says",
                                  f"one of {', '.join(POOLINGS)}", is_described=True)
         normalize = BOOLEAN.or_none().check("normalize", normalize)
-        prompt = _prompt_of(defaults, prompt_name)
+        prompt = prompt_named(defaults.prompts, defaults.default_prompt, prompt_name)
         skips = bool(prompt) and pooling == "mean" and not defaults.pools_prompt
         return cls(
             inputs, pooling == "mean", defaults.normalize if normalize is None else normalize,
@@ -78,16 +94,12 @@ class TextEncoder:
         """
         inputs, token_ids = self.inputs, self._tokens(text)
         inputs.check_options(options)
-        longest = inputs.max_model_len
-        most = min(longest, inputs.num_pool_tokens - 1, inputs.embeddings.max_tokens or longest)
+        most = inputs.longest_text(inputs.embeddings.max_tokens)
         if len(token_ids) > most:
             raise PromptTooLong("text", len(token_ids), f"at most {most} tokens")
         ids = validation.validate_prompt_ids(token_ids, inputs.vocab_size, inputs.max_model_len + 1)
         first = min(self.num_skipped, len(ids) - 1) if self.pools_all else len(ids) - 1
-        return ProcessedRequest(
-            ids, _PARAMS, options, 1, frozenset(), has_candidates=False, context=inputs.context(),
-            new_reader=partial(TextReader, first, self.dimensions, self.normalize),
-        )
+        return read_request(inputs, ids, options, partial(TextReader, first, self.dimensions, self.normalize))
 
     def _tokens(self, text: Any) -> Any:
         if not isinstance(text, str):
@@ -106,14 +118,19 @@ def _num_tokens_of_prompt(inputs: InputProcessor, prompt: str) -> int:
     return len(whole) - (whole[-1:] != bare[-1:])
 
 
-def _prompt_of(defaults: EmbeddingDefaults, name: str | None) -> str:
-    chosen = defaults.default_prompt if name is None else name
+def prompt_named(prompts: Mapping[str, str], default: str | None, name: str | None) -> str:
+    """Return the one of a directory's prompts that a caller names, or else the usual one; "" for none.
+
+    Raises:
+        InvalidRequest: there is none of that name.
+    """
+    chosen = default if name is None else name
     if chosen is None or (chosen == "" and name is not None):
         return ""
-    if not isinstance(chosen, str) or chosen not in defaults.prompts:
-        known = ", ".join(map(describe_name, defaults.prompts)) or "none, as the model's directory has no prompts"
+    if not isinstance(chosen, str) or chosen not in prompts:
+        known = ", ".join(map(describe_name, prompts)) or "none, as the model's directory has no prompts"
         raise InvalidRequest("prompt_name", describe_name(chosen), known, is_described=True)
-    return defaults.prompts[chosen]
+    return prompts[chosen]
 
 
 def texts_of(texts: Any, name: str = "texts") -> list[Any]:
@@ -147,7 +164,12 @@ def embedding_of(output: RequestOutput) -> Embedding:
     Raises:
         RequestFailed: it failed; or it was aborted.
     """
+    return Embedding(vector_of(output), len(output.prompt_token_ids), output.num_cached_tokens, output.metrics)
+
+
+def vector_of(output: RequestOutput) -> FloatArray:
+    """Return what the reader of a request that has ended made. Raises as ``embedding_of``."""
     output.raise_for_error()
     if output.vector is None:
         raise RequestFailed("the request was aborted before its text was computed")
-    return Embedding(output.vector, len(output.prompt_token_ids), output.num_cached_tokens, output.metrics)
+    return output.vector

@@ -33,6 +33,7 @@ from pagedcore.requests.infill import Infill, encode_infill, require_no_gap
 from pagedcore.requests.request import ReadsHidden
 from pagedcore.sampling_params import SamplingParams, validate_params
 from pagedcore.structured_output import CompilesGrammars
+from pagedcore.text_head import PairDefaults, TextHead
 from pagedcore.tokenizer.chat import Chat, require_continuable, tools_length, uses_tools, validate_chat
 from pagedcore.tokenizer.incremental_text import ShowsSpecialTokens
 from pagedcore.tokenizer.template_arguments import TakesArguments, require_read
@@ -93,6 +94,10 @@ class InputProcessor:
     """What the model says of vectors of texts."""
     hidden_size: int = 0
     """Numbers of a vector; 0: the backend returns no hidden states."""
+    head: TextHead | None = None
+    """What makes numbers of a text's last hidden state."""
+    pairs: PairDefaults = field(default_factory=lambda: PairDefaults(refusal="its backend has no head for that"))
+    """How a query and a document become a text."""
 
     def process(
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, known: list[int] | None = None
@@ -100,8 +105,8 @@ class InputProcessor:
         """Validate and resolve a request, or a turn after the tokens ``known``. Raises as ``Engine.add_request``."""
         if known is None:
             if not self.embeddings.generates:
-                raise InvalidRequest("model", "one without an output layer", "asked for embeddings, by embed()",
-                                     is_described=True)
+                limit = "asked for classes, by classify()" if self.head else "asked for embeddings, by embed()"
+                raise InvalidRequest("model", "one without an output layer", limit, is_described=True)
             self.check_options(options)
         if type(params) is not SamplingParams:
             params = validate_params(params)
@@ -153,6 +158,19 @@ class InputProcessor:
         """
         validation.validate_text(text, self.max_model_len)
         return self._encode(text, adds_special_tokens=adds_special_tokens)
+
+    def tokens_of_chat(self, chat: Chat) -> list[int]:
+        """Return the tokens of a chat that nobody answers. Raises as ``render``, and ``TextFailed``."""
+        return self._chat_ids(chat, None)
+
+    def tokens_of(self, tokenize: Callable[[], list[int]]) -> list[int]:
+        """Return what a call of the tokenizer returns. Raises what it raises that is typed, else ``TextFailed``."""
+        with _tokenizing():
+            return tokenize()
+
+    def longest_text(self, max_tokens: int | None) -> int:
+        """Return the tokens of the longest text that generates nothing, if its defaults allow so many."""
+        return min(self.max_model_len, self.num_pool_tokens - 1, max_tokens or self.max_model_len)
 
     def _encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         if self.tokenizer is None:

@@ -11,10 +11,13 @@ from typing import Any, Final, TypeVar, Unpack
 
 from pagedcore.embedding_defaults import Pooling
 from pagedcore.errors import RequestTimeout
-from pagedcore.outputs import CompletionScore, Embedding, RequestOutput
+from pagedcore.outputs import Classification, CompletionScore, Embedding, PairScore, RequestOutput
 from pagedcore.request_options import NO_OPTIONS, TIMEOUT, OptionKeywords, RequestOptions, read_options
-from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, options_at, texts_of
+from pagedcore.requests.classification import TextClassifier
+from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, last_state, options_at, texts_of
 from pagedcore.requests.input_processor import InputProcessor, ProcessedRequest, Prompt
+from pagedcore.requests.reranking import KEYWORDS as PAIR_KEYWORDS
+from pagedcore.requests.reranking import PairScorer, check_top_n, numbered, pair_list, pairs_of, ranked
 from pagedcore.requests.scoring import CompletionScorer
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.host_program import running_loop
@@ -46,7 +49,7 @@ class AsyncEmbeddings:
         if inputs.embeddings.generates:
             prepare = partial(inputs.process, [0], SamplingParams(max_tokens=1), NO_OPTIONS)
         else:
-            prepare = partial(TextEncoder.of(inputs, "last").process, [0], NO_OPTIONS)
+            prepare = partial(last_state, inputs, [0], NO_OPTIONS)
         return self._submit(prepare, [0], None, b"", False)
 
     async def embed(
@@ -92,6 +95,48 @@ class AsyncEmbeddings:
         scorer = await asyncio.to_thread(make) if is_long(prompt) or is_structured(params) else make()
         given = texts_of(completions, "completions")
         return await self._each(scorer.process, given, scorer.score_of, asked, timeout_s, wait_for_room)
+
+    async def classify(
+        self, texts: Text | Iterable[Text], *, timeout_s: float | None = None, wait_for_room: bool = True,
+        **options: Unpack[OptionKeywords],
+    ) -> list[Classification]:
+        """Say which class each text is of, as ``Engine.classify``; other arguments as ``embed``.
+
+        Raises:
+            InvalidRequest: as ``Engine.classify``; the rest as ``embed``.
+        """
+        asked, classifier = read_options(options, "timeout_s", "wait_for_room"), TextClassifier.of(self.input_processor)
+        given = texts_of(texts)
+        return await self._each(classifier.process, given, classifier.result_of, asked, timeout_s, wait_for_room)
+
+    async def score_pairs(
+        self, pairs: Iterable[tuple[str, str]], *, instruction: str | None = None, prompt_name: str | None = None,
+        timeout_s: float | None = None, wait_for_room: bool = True, **options: Unpack[OptionKeywords],
+    ) -> list[PairScore]:
+        """Say how relevant the document of each pair is to its query, as ``Engine.score_pairs``; others as ``embed``.
+
+        Raises:
+            InvalidRequest: as ``Engine.score_pairs``; the rest as ``embed``.
+        """
+        asked = read_options(options, *PAIR_KEYWORDS, "timeout_s", "wait_for_room")
+        scorer = PairScorer.of(self.input_processor, instruction, prompt_name)
+        found = await self._each(scorer.process, pair_list(pairs), scorer.result_of, asked, timeout_s, wait_for_room)
+        return numbered(found)
+
+    async def rerank(
+        self, query: str, documents: str | Iterable[str], *, top_n: int | None = None,
+        instruction: str | None = None, prompt_name: str | None = None, timeout_s: float | None = None,
+        wait_for_room: bool = True, **options: Unpack[OptionKeywords],
+    ) -> list[PairScore]:
+        """Order documents by their relevance to a query, as ``Engine.rerank``; other arguments as ``embed``.
+
+        Raises:
+            InvalidRequest: as ``Engine.rerank``; the rest as ``embed``.
+        """
+        most, given = check_top_n(top_n), pairs_of(query, documents)
+        return ranked(await self.score_pairs(
+            given, instruction=instruction, prompt_name=prompt_name, timeout_s=timeout_s, wait_for_room=wait_for_room,
+            **options), most)
 
     async def _each(
         self, process: Callable[[Any, RequestOptions], ProcessedRequest], given: list[Any],

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from tokenizers import AddedToken
 
-from pagedcore.config.limits import MAX_VOCABULARY
+from pagedcore.config.limits import MAX_CHAT_BYTES, MAX_VOCABULARY
 from pagedcore.errors import InvalidConfig, InvalidText, MissingDependency, describe
 from pagedcore.outputs import TokenText
 from pagedcore.protocols import ChatMessage, Detokenizer
@@ -33,6 +33,7 @@ from pagedcore.tokenizer.infill import InfillTokens
 from pagedcore.tokenizer.other_files import missing_packages, tokenizer_file
 from pagedcore.tokenizer.quick_tokenizer import PLAIN_CLASSES, QuickTokenizer, read_tokenizer
 from pagedcore.tokenizer.template_arguments import NO_ARGUMENTS
+from pagedcore.tokenizer.text_size import count_text_bytes
 
 _LONG_TEXT: Final = 1024
 """Characters that take about half a millisecond to tokenise."""
@@ -141,6 +142,20 @@ class HFTokenizer:
             # host may do with a tokenizer of its own.
             (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
+        return ids
+
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Tokenise two texts that belong together, with the tokens around them of the tokenizer's own.
+
+        Raises:
+            InvalidText: a text holds a lone surrogate.
+        """
+        for name, text in (("first", first), ("second", second)):
+            count_text_bytes(name, text, MAX_CHAT_BYTES)
+        backend = self._backend
+        if backend is None or backend.truncation is not None or backend.padding is not None:
+            return list(self._tokenizer.encode(first, second))
+        ids: list[int] = backend.encode(first, second).ids
         return ids
 
     @property

@@ -9,7 +9,8 @@ from architecture.sources import SOURCES, Source
 
 STOREYS: dict[str, dict[str, tuple[str, ...]]] = {
     "ground": {
-        "ground": ("_version", "embedding_defaults", "errors", "lazy_names", "outputs", "protocols", "shares"),
+        "ground": ("_version", "embedding_defaults", "errors", "lazy_names", "outputs", "protocols", "shares",
+                   "text_head"),
         "demo_model": ("demo_model",),
         "config": ("config",),
         "vocabulary": (

@@ -19,7 +19,7 @@ import torch
 from pagedcore import SamplingParams
 from pagedcore.convert.conversion import convert
 from pagedcore.convert.packing import pack
-from pagedcore.errors import InvalidConfig, ModelNotSupported
+from pagedcore.errors import InvalidConfig, InvalidRequest, ModelNotSupported
 from pagedcore.models.checkpoints import packed_model
 from pagedcore.models.checkpoints.packed_file import PackedFile
 from pagedcore.models.linears import packed_linear
@@ -27,6 +27,7 @@ from pagedcore.models.self_test import SelfTest
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
+from support.embedders import write_embedder
 from support.families import tiny_model
 from support.gguf_files import MIXED, write_model
 from support.quantized_checkpoints import change_config, write_checkpoint
@@ -115,6 +116,19 @@ def test_packed_weights_alone_are_a_model(tmp_path: Path) -> None:
     (tmp_path / "alone").rename(tmp_path / "moved")
     assert not list((tmp_path / "moved").glob("*.safetensors"))
     assert results_of(tmp_path / "moved") == wanted
+
+
+def test_packed_weights_without_an_output_layer_embed_only(tmp_path: Path) -> None:
+    """As the files that they were made of; they do not have the embedding in its place."""
+    write_embedder(tmp_path / "model")
+    with engine_of(tmp_path / "model", dtype="float32") as engine:
+        (wanted,) = engine.embed("the quick", show_progress=False)
+    packed(tmp_path / "model", tmp_path / "alone", "float32")
+    with engine_of(tmp_path / "alone", dtype="float32") as engine:
+        (found,) = engine.embed("the quick", show_progress=False)
+        with pytest.raises(InvalidRequest, match="without an output layer"):
+            engine.generate(["a"], GREEDY, show_progress=False)
+    assert found.vector.tobytes() == wanted.vector.tobytes()
 
 
 def test_what_is_left_of_the_model_stays_mapped(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from pagedcore.models.checkpoints.pretrained import as_refusals
 from pagedcore.models.checkpoints.quantized import StoredFormat, map_tensors, tree_of
 from pagedcore.models.checkpoints.stored_experts import PARTS, put_experts
 from pagedcore.models.checkpoints.weight_files import only_file
+from pagedcore.models.families.model_facts import HEADLESS
 from pagedcore.models.linears.int8_table import Int8Table
 from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.packed_linear import matrix_of
@@ -202,6 +203,8 @@ def load_packed(
         map_tensors(model, weights)
         if isinstance(stored, GGUF):
             stored.scale_angles(model)
+    if packed.header.get("is_headless") is True:
+        setattr(model.config, HEADLESS, True)
     return model
 
 

@@ -21,6 +21,7 @@ import torch
 from pagedcore.errors import InvalidConfig, PagedcoreError, show
 from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.execution.machine import this_machine
+from pagedcore.models.checkpoints.classifier_files import is_classifier, require_known_head, take_score
 from pagedcore.models.checkpoints.ownership import require_free
 from pagedcore.models.checkpoints.quick_start import NotQuick, read_model
 from pagedcore.models.checkpoints.shipped_code import AUTO_MAP, require_class, require_fit, tell_own_class
@@ -103,6 +104,8 @@ def load_pretrained(
                 local_files_only=is_local, trust_remote_code=trust_remote_code,
             )
         report.update(found)
+        if is_classifier(config.architectures):
+            take_score(model, Path(directory), sorted(report["unexpected_keys"]))
     _fill_gaps(model, sorted(report["missing_keys"]))
     tell_own_class(Path(directory), trust_remote_code)
     loaded: PreTrainedModel = model
@@ -111,7 +114,7 @@ def load_pretrained(
 
 @contextmanager
 def _no_report_of_head(config: Any) -> Iterator[dict[str, Any]]:
-    """Keep transformers from warning that an output layer is missing, where the configuration says that there is none.
+    """Keep transformers from warning of an output layer, where the configuration says that there is none or another.
 
     Yields a mapping for what it reports; its warning is held back until that is known, and lost if there is no other.
     """
@@ -128,8 +131,12 @@ def _no_report_of_head(config: Any) -> Iterator[dict[str, Any]]:
         yield report
     finally:
         log.removeFilter(holds)
-        others = [one for name, one in report.items() if name != "missing_keys" and one]
-        if others or not (is_named_headless(config) and [*report.get("missing_keys", ())] == [HEAD]):
+        is_other = is_classifier(config.architectures)
+        # Why not of a classifier: ``take_score`` refuses what its files have besides.
+        known = ("missing_keys", "unexpected_keys") if is_other else ("missing_keys",)
+        others = [one for name, one in report.items() if name not in known and one]
+        is_known = (is_other or is_named_headless(config)) and {*report.get("missing_keys", ())} <= {HEAD}
+        if others or not is_known:
             for record in held:
                 log.handle(record)
 
@@ -137,7 +144,7 @@ def _no_report_of_head(config: Any) -> Iterator[dict[str, Any]]:
 def _fill_gaps(model: Any, missing: list[str]) -> None:
     """Give a model without an output layer the embedding's; refuse one whose files lack other weights."""
     # Rule: transformers fills gaps with random numbers.
-    if is_named_headless(model.config) and missing == [HEAD]:
+    if missing == [HEAD] and (is_named_headless(model.config) or is_classifier(model.config.architectures)):
         # Why the embedding's: it takes no memory, and nobody reads what it computes.
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
         setattr(model.config, HEADLESS, True)
@@ -166,6 +173,7 @@ def load_config(
     # Safety: transformers would ignore the code of any architecture that it knows, and load what tensors it can.
     if is_own := bool(raw.get(AUTO_MAP)) and not trust_remote_code:
         require_class(raw)
+    require_known_head(raw, is_wrapper=wrappers.is_wrapper(raw), is_quantised=is_quantised)
     if is_quantised:
         raw.pop("quantization_config", None)
     if not (is_wrapper := wrappers.is_wrapper(raw)):

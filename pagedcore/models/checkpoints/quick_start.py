@@ -138,6 +138,10 @@ def read_config(directory: Path, left_out: AbstractSet[str] = frozenset()) -> tu
     is_part, whole = wrappers.is_wrapper(raw), raw.get("model_type")
     if is_part and (raw := wrappers.raw_text_config(raw) or {}):
         raw = {name: value for name, value in raw.items() if name not in left_out}
+    # Why also of a part: its files may have all that generates, beside a head that is no language model's.
+    named = raw.get("architectures") or [""]
+    _require(isinstance(named, list) and not any("ForSequence" in str(one) or "ForToken" in str(one) for one in named),
+             "its class has another head")
     family = FAMILIES.get(str(raw.get("model_type")))
     if family is None or not (is_part or raw.get("architectures") == [f"{family.classes}ForCausalLM"]):
         raise NotQuick(f"it is none of {', '.join(FAMILIES)}")

@@ -24,8 +24,14 @@ _MODES: Final[Mapping[str, str]] = MappingProxyType({
     "pooling_mode_weightedmean_tokens": "weightedmean",
 })
 """Flags of older files, and what newer ones call them."""
-_FOLDER: Final = re.compile(r"[\w-][\w.-]{0,95}", re.ASCII)
-_MODULES: Final = "modules.json"
+FOLDER: Final = re.compile(r"[\w-][\w.-]{0,95}", re.ASCII)
+"""The name of a folder of a module, which leads nowhere else."""
+MODULES: Final = "modules.json"
+"""What names the modules of a directory."""
+LIMITS: Final = "sentence_bert_config.json"
+"""What says how long texts may be, and how they are tokenised."""
+PROMPTS: Final = "config_sentence_transformers.json"
+"""What has the prompts."""
 _MAX_BYTES: Final = 2**20
 _MAX_PROMPTS: Final = 256
 _MAX_PROMPT: Final = 2**14
@@ -36,27 +42,26 @@ def read_embedding_defaults(source: str, *, trust_remote_code: bool = False) -> 
 
     ``trust_remote_code``: the code that the configuration names runs, and the self-test has compared it.
     """
-    config = _read(source, "config.json")
+    config = read_json(source, "config.json")
     if isinstance(config, dict) and config.get(AUTO_MAP) and not trust_remote_code:
         return EmbeddingDefaults(refusal=(
             f"its configuration names code that is shipped with it ({AUTO_MAP}) and does not run here; that code may "
             f"look at both sides of a token. If you know that it does not, remove {AUTO_MAP}"))
-    if find_file(source, _MODULES) is None:
+    if find_file(source, MODULES) is None:
         return EmbeddingDefaults()
-    modules = _read(source, _MODULES)
-    kinds, folders = _modules_of(modules)
+    modules = read_json(source, MODULES)
+    kinds, folders = modules_of(modules)
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
         return EmbeddingDefaults(refusal=(
             f"its modules.json lists {show(', '.join(kinds))}; computed are Transformer, Pooling and Normalize"))
-    own, prompts = _read(source, "sentence_bert_config.json"), _read(source, "config_sentence_transformers.json")
-    own, prompts = own if isinstance(own, dict) else {}, prompts if isinstance(prompts, dict) else {}
+    own, prompts = read_object(source, LIMITS), read_object(source, PROMPTS)
     if own.get("do_lower_case"):
         return EmbeddingDefaults(refusal="its sentence_bert_config.json wants texts in lower case, as none are here")
-    pooling = _read(source, f"{folders[1]}/config.json") if _FOLDER.fullmatch(folders[1]) else None
+    pooling = read_json(source, f"{folders[1]}/config.json") if FOLDER.fullmatch(folders[1]) else None
     if not isinstance(pooling, dict):
         # Why: a guess gives vectors that look right and are others.
         return EmbeddingDefaults(refusal=f"the config.json of its pooling in {show(folders[1])} cannot be read")
-    length, chosen, known = own.get("max_seq_length"), prompts.get("default_prompt_name"), _prompts_of(prompts)
+    length, chosen, known = own.get("max_seq_length"), prompts.get("default_prompt_name"), prompts_of(prompts)
     return EmbeddingDefaults(
         pooling=_pooling_of(pooling), normalize="Normalize" in kinds, prompts=known,
         default_prompt=chosen if isinstance(chosen, str) and chosen in known else None,
@@ -65,7 +70,7 @@ def read_embedding_defaults(source: str, *, trust_remote_code: bool = False) -> 
     )
 
 
-def _read(source: str, name: str) -> Any:
+def read_json(source: str, name: str) -> Any:
     """Return what a file of JSON holds; ``None`` if there is none, or it is too large, or is no JSON."""
     path = find_file(source, name)
     if path is None or path.stat().st_size > _MAX_BYTES:
@@ -76,7 +81,13 @@ def _read(source: str, name: str) -> Any:
         return None
 
 
-def _modules_of(modules: Any) -> tuple[list[str], list[str]]:
+def read_object(source: str, name: str) -> dict[str, Any]:
+    """Return the fields of a file of JSON, none of what is no object."""
+    found = read_json(source, name)
+    return found if isinstance(found, dict) else {}
+
+
+def modules_of(modules: Any) -> tuple[list[str], list[str]]:
     """Return the kinds of the modules in their order, "?" for those of others, and their folders."""
     listed = [one for one in modules if isinstance(one, dict)] if isinstance(modules, list) else []
     names = [str(one.get("type")) for one in listed]
@@ -91,7 +102,8 @@ def _pooling_of(config: Mapping[str, Any]) -> str:
     return "last" if joined == "lasttoken" else joined
 
 
-def _prompts_of(config: Mapping[str, Any]) -> Mapping[str, str]:
+def prompts_of(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the prompts of ``config_sentence_transformers.json`` by name; none if they are something else."""
     given = config.get("prompts")
     known = {name: text for name, text in given.items() if isinstance(text, str) and len(text) <= _MAX_PROMPT} if (
         isinstance(given, dict) and len(given) <= _MAX_PROMPTS) else {}
