@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -82,17 +82,27 @@ def require_read(what: str, arguments: Mapping[str, Any], names: Collection[str]
                                 did_you_mean(name, names), is_described=True)
 
 
-def arguments_of_effort(effort: object, names: Collection[str]) -> dict[str, Any]:
+def arguments_of_effort(
+    effort: object, names: Collection[str], known: Sequence[str] = EFFORTS
+) -> dict[str, Any]:
     """Return the arguments that an effort of reasoning becomes, of those that a template reads; ``None`` is none.
 
     A template without any of them reasons as it does, or not at all.
 
+    Args:
+        effort: one of ``EFFORTS``.
+        names: of the arguments that the template reads.
+        known: of ``EFFORTS``, what the models of a template know that writes the word itself.
+
     Raises:
-        InvalidRequest: it is none of ``EFFORTS``.
+        InvalidRequest: it is none of ``EFFORTS``, or the models do not know it.
     """
     if effort is None:
         return {}
     if not isinstance(effort, str) or effort not in EFFORTS:
         raise InvalidRequest("reasoning_effort", effort, f"one of {', '.join(EFFORTS)}, or null")
+    if "reasoning_effort" in names and effort not in known:
+        allowed = f"one of {', '.join(known)} for this model, or null"
+        raise InvalidRequest("reasoning_effort", repr(effort), allowed, is_described=True)
     found = {"reasoning_effort": effort, **dict.fromkeys(_SWITCHES, effort != "none")}
     return {name: value for name, value in found.items() if name in names}

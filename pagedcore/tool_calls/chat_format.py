@@ -21,6 +21,7 @@ from pagedcore.structured_output import WHITESPACE, StructuredOutput
 from pagedcore.tokenizer.chat import Chat
 from pagedcore.tokenizer.incremental_text import IncrementalText, UnsearchedSpan
 from pagedcore.tokenizer.template_arguments import (
+    EFFORTS,
     TakesArguments,
     arguments_of_effort,
     require_read,
@@ -157,11 +158,13 @@ class ChatFormat:
             what: how a door calls them.
 
         Raises:
-            InvalidRequest: an argument or the effort is none, or the template does not read it.
+            InvalidRequest: an argument or the effort is none, the template does not read it, or models of this format
+                do not know the effort.
         """
         names, arguments = self.template_arguments, validate_arguments(what, given)
         require_read(what, arguments, names)
-        return {**arguments_of_effort(effort, names), **arguments}
+        known = EFFORTS if self.reasoning is None else self.reasoning.efforts
+        return {**arguments_of_effort(effort, names, known), **arguments}
 
     @cached_property
     def special_ids(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
+from pagedcore.tokenizer.template_arguments import EFFORTS
 from pagedcore.tool_calls.events import ChatEvent
 
 _MOST_BLANKS: Final = 4
@@ -83,6 +84,8 @@ class ReasoningFormat:
 
     begin: str = "<think>"
     end: str = "</think>"
+    efforts: Sequence[str] = EFFORTS
+    """Values of ``reasoning_effort`` that its models know, if their template writes the word."""
 
     @property
     def markers(self) -> Sequence[str]:

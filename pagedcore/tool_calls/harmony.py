@@ -119,6 +119,7 @@ class HarmonyFormat(ReasoningFormat):
 
     begin: str = f"{_CHANNEL}analysis{_MESSAGE}"
     end: str = _END
+    efforts: Sequence[str] = ("low", "medium", "high")
 
     @property
     def markers(self) -> Sequence[str]:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from pagedcore import StructuredOutput
-from pagedcore.errors import InvalidTools
+from pagedcore.errors import InvalidRequest, InvalidTools
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.tool_calls.chat_format import ChatFormat
 from pagedcore.tool_calls.events import ParsedCompletion, collect
+from pagedcore.tool_calls.harmony import HarmonyFormat
 from pagedcore.tool_calls.schema_types import type_of_text, types_of
 from support.scripted_model import TEMPLATES, scripted_engine, scripted_tokenizer
 from tool_calls.test_chat_format import NOW, ask, calls_of
@@ -211,8 +212,12 @@ def test_harmony_calls_after_reasoning() -> None:
 
 
 def test_an_effort_reaches_the_template() -> None:
-    """A template that sets a default of its own reads the effort all the same."""
+    """A template that sets a default of its own reads the effort all the same; it would write any word, and gpt-oss was
+    trained on three."""
     source = "{%- if reasoning_effort is not defined %}{%- set reasoning_effort = 'medium' %}{%- endif %}" + HARMONY
-    form = ChatFormat(scripted_tokenizer(source), lambda _: None, lambda _: None)
+    form = ChatFormat(scripted_tokenizer(source), lambda _: None, lambda _: HarmonyFormat())
     assert [dict(form.arguments(None, effort)) for effort in ("low", "high")] == [
         {"reasoning_effort": "low"}, {"reasoning_effort": "high"}]
+    for unknown in ("none", "minimal", "max"):
+        with pytest.raises(InvalidRequest, match=f"{unknown}', allowed is one of low, medium, high for"):
+            form.arguments(None, unknown)
