@@ -285,13 +285,27 @@ class FusedDecoder(Decoder):
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
         hidden_rows: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Compute a batch; see ``HiddenDecoder``. It is not recorded: what is read is mostly prompts, whose steps
-        compute for long.
+        """Compute a batch; see ``HiddenDecoder``. The rows that are wanted are not recorded, as there may be as many of
+        them as there are tokens.
         """
-        work = self._begin(step, token_ids, positions)
-        addend = self._run_layers(step, work, torch.cat((rows, hidden_rows)))
+        wanted, steps = torch.cat((rows, hidden_rows)), self._steps_for(step, len(token_ids))
+        if steps is None:
+            work = self._begin(step, token_ids, positions)
+            addend = self._run_layers(step, work, wanted)
+        else:
+            work = self._begin(step, token_ids, positions, steps.workspace)
+            self._repeat_all_rows(steps, step, work)
+            last = self._layers[-1]
+            work, attended = work.apart(wanted, last.place)
+            addend = last.feed_forward(work, attended)
         logits, hidden = self._output.with_hidden(work, addend, len(rows))
         return self._output.logits(logits), hidden
+
+    def _steps_for(self, step: PagedStep, num_rows: int) -> RecordedSteps | None:
+        """Return the recordings that a step of so many rows uses, if it can use any."""
+        attention = step.attention
+        can_record = isinstance(attention, RecordableAttention) and attention.only_runs_kernels
+        return self._steps if can_record and num_rows <= MOST_ROWS else None
 
     def _run_layers(self, step: PagedStep, work: StepRows, rows: torch.Tensor) -> torch.Tensor | None:
         """Run all layers, the end of the last one for ``rows`` alone; return what it adds to the residual, if there are
@@ -314,24 +328,17 @@ class FusedDecoder(Decoder):
         barred: Int64Array | None,
     ) -> torch.Tensor:  # fmt: skip
         """Return logits of ``rows`` as the output layer computes them, or candidates if something is ``barred``."""
-        attention, steps = step.attention, self._steps
-        if len(token_ids) > MOST_ROWS:
-            steps = None
-        if steps is not None and isinstance(attention, RecordableAttention) and attention.only_runs_kernels:
+        if (steps := self._steps_for(step, len(token_ids))) is not None:
             work = self._begin(step, token_ids, positions, steps.workspace)
-            return self._repeat(steps, attention, step, work, rows, barred)
+            return self._repeat(steps, step, work, rows, barred)
         work = self._begin(step, token_ids, positions)
         addend = self._run_layers(step, work, rows)
         if not len(rows):
             return self._output.no_logits(work)
         return self._output.compute(work, addend, None if barred is None else self._output.bar(work, barred))
 
-    def _repeat(
-        self, steps: RecordedSteps, attention: RecordableAttention, step: PagedStep, work: StepRows, rows: torch.Tensor,
-        barred: Int64Array | None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Compute a step as ``steps`` has it recorded: to the attention of the last layer, and the wanted rows on."""
-        tables = tuple(angles.table.data_ptr() for angles in self._angles)
+    def _repeat_all_rows(self, steps: RecordedSteps, step: PagedStep, work: StepRows) -> None:
+        """Compute all rows up to the attention of the last layer, as ``steps`` has it recorded."""
         *layers, last = self._layers
 
         def compute_all() -> None:
@@ -341,7 +348,20 @@ class FusedDecoder(Decoder):
             last.attend(step, work, addend)
 
         are_apart = work.destination is not None and work.destination.are_apart
-        steps.run("all rows", attention, tables, StepShape(len(work.residual), are_apart), compute_all)
+        shape = StepShape(len(work.residual), are_apart)
+        steps.run("all rows", step.attention, self._tables, shape, compute_all)
+
+    @property
+    def _tables(self) -> tuple[int, ...]:
+        """Where the angles are."""
+        return tuple(angles.table.data_ptr() for angles in self._angles)
+
+    def _repeat(
+        self, steps: RecordedSteps, step: PagedStep, work: StepRows, rows: torch.Tensor, barred: Int64Array | None
+    ) -> torch.Tensor:
+        """Compute a step as ``steps`` has it recorded: to the attention of the last layer, and the wanted rows on."""
+        last = self._layers[-1]
+        self._repeat_all_rows(steps, step, work)
         if not len(rows):
             return self._output.no_logits(work)
         kept, attended = work.wanted(rows, last.place)
@@ -355,7 +375,7 @@ class FusedDecoder(Decoder):
         if kept.workspace is None:
             return compute_wanted()
         part = "logits of wanted rows" if barred is None else "candidates of wanted rows"
-        steps.run(part, attention, tables, StepShape(len(rows)), compute_wanted)
+        steps.run(part, step.attention, self._tables, StepShape(len(rows)), compute_wanted)
         return self._output.computed(kept, not_these)
 
     def _begin(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final
 
-from pagedcore.protocols import RecordableAttention
+from pagedcore.protocols import AttentionBackend
 from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, StepShape
 from pagedcore_kernels.cpu.runtime.workspace import Workspace
 
@@ -41,7 +41,7 @@ class RecordedSteps:
         self._attention: Callable[[], object] = lambda: None
 
     def run(
-        self, part: str, attention: RecordableAttention, others: Hashable, shape: StepShape,
+        self, part: str, attention: AttentionBackend, others: Hashable, shape: StepShape,
         compute: Callable[[], object],
     ) -> None:
         """Run ``compute``, or repeat the calls that it made before.

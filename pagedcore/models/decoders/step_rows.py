@@ -77,6 +77,13 @@ class StepRows:
         )
         return kept, take("attended", attended).copy_(attended[rows])
 
+    def apart(self, rows: torch.Tensor, place: AttentionLayer) -> tuple[StepRows, torch.Tensor]:
+        """Return the same in new tensors, which the next step leaves alone."""
+        residual = self.residual[rows]
+        gated = residual.new_empty(len(rows), self.gated.shape[1])
+        kept = StepRows(residual, torch.empty_like(residual), gated, self.positions, None)
+        return kept, self.attended(place)[rows]
+
     def logits(self, head: PackedLinear) -> torch.Tensor:
         """Return the logits [T, vocabulary] that were computed last, where there is a workspace."""
         assert self.workspace is not None

@@ -94,6 +94,33 @@ def test_repeated_steps_give_the_same_bits(case: str, monkeypatch: pytest.Monkey
     assert num_repeated >= 2 * 70
 
 
+@pytest.mark.parametrize("case", ["llama", "gemma2"])
+def test_steps_with_hidden_states_repeat_the_same_calls(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They and the steps between them have the bits of a decoder that records nothing, and what a step has returned
+    is left alone by the next ones."""
+    num_made, name, (_, dtype, options) = 0, CASES[case][0], CASES[case]
+    enter = RecordedCalls.__enter__
+
+    def counted(self: RecordedCalls) -> RecordedCalls:
+        nonlocal num_made
+        num_made += 1
+        return enter(self)
+
+    monkeypatch.setattr(RecordedCalls, "__enter__", counted)
+    recording, plain = take_over(name, dtype, **options), python_alone(take_over(name, dtype, **options))
+    returned = []
+    for place, batch in enumerate(steps()):
+        if place % 3:
+            wanted = np.array([0, batch.num_tokens - 1])
+            (logits, hidden), (others, expected) = (one.forward_hidden(batch, wanted) for one in (recording, plain))
+            assert torch.equal(logits, others)
+            returned.append((hidden, expected))
+        else:
+            assert torch.equal(recording.forward(batch), plain.forward(batch))
+    assert all(np.array_equal(hidden, expected) for hidden, expected in returned)
+    assert num_made < 10
+
+
 def test_wanted_rows_that_are_not_all_are_not_mixed_up() -> None:
     """As many rows as tokens may still be others: the last token twice, or both tokens in another order."""
     backend = take_over("llama")
