@@ -1,7 +1,8 @@
 """Formats with each argument between tags, and the Lark rules of their calls, made of the tools' schemas.
 
-Arguments come in the order of the schema. Text ends at the first tag that ends a value, and what else a schema says of
-text, a length or a pattern, no rule keeps.
+Arguments come in the order of the schema, and behind them others of any name and text if it says that there may be
+such. Text ends at the first tag that ends a value, and what else a schema says of text, a length or a pattern, no rule
+keeps.
 """
 
 from __future__ import annotations
@@ -97,9 +98,10 @@ class _Rules:
     def _arguments(self, place: int, tool: Mapping[str, Any], text: str) -> tuple[str, list[str]]:
         schema, names, rules = tool.get("parameters") or {"properties": {}}, list[str](), list[str]()
         properties = schema.get("properties")
+        any_key = f"{self.tag(self._tags.key)} {_ANY_NAME} {self.tag(self._tags.key_end)}"
+        others = f"({self._argument(any_key, text)})*"
         if not isinstance(properties, Mapping):
-            key = f"{self.tag(self._tags.key)} {_ANY_NAME} {self.tag(self._tags.key_end)}"
-            return f"({self._argument(key, text)})*", []
+            return others, []
         required = schema.get("required") or ()
         for number, (name, one) in enumerate(properties.items()):
             rule, value = f"argument_{place}_{number}", self._value(one, schema, tool, text)
@@ -109,6 +111,9 @@ class _Rules:
             key = f"{self.tag(self._tags.key)} {quoted(name)} {self.tag(self._tags.key_end)}"
             rules.append(f"{rule}: {self._argument(key, value)}")
             names.append(rule if name in required else f"{rule}?")
+        # Why: one that does not say whether there may be other arguments has none, as in the formats of JSON.
+        if schema.get("additionalProperties", False) is not False or "patternProperties" in schema:
+            names.append(others)
         return " ".join(names), rules
 
     @property

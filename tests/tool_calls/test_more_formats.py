@@ -177,6 +177,26 @@ def test_a_pattern_of_a_text_is_refused_where_it_is_strict() -> None:
             ask(engine, tools=({"type": "function", "function": {**function, "strict": True}},))
 
 
+OPEN_CALLS = {
+    "qwen3_coder": "<tool_call>\n<function=note>\n<parameter=count>\n7\n</parameter>\n<parameter=other>\nx\n"
+                   "</parameter>\n</function>\n</tool_call>",
+    "glm": "<tool_call>note\n<arg_key>count</arg_key>\n<arg_value>7</arg_value>\n<arg_key>other</arg_key>\n"
+           "<arg_value>x</arg_value>\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("form", OPEN_CALLS)
+def test_a_schema_that_says_so_lets_other_arguments_come(form: str) -> None:
+    """Behind those that it names; one that does not say so has none."""
+    schema = {"type": "object", "properties": {"count": {"type": "integer"}}, "required": ["count"]}
+    with scripted_engine(OPEN_CALLS[form], form) as engine:
+        found = []
+        for more in ({"additionalProperties": True}, {"patternProperties": {"^o": {}}}, {}):
+            function = {"name": "note", "parameters": {**schema, **more}}
+            found += calls_of(ask(engine, tools=({"type": "function", "function": function},))[0])
+    assert found == [("note", {"count": 7, "other": "x"})] * 2 + [("note", {"count": 7})]
+
+
 HARMONY = TEMPLATES["reasons"] + TEMPLATES["harmony"]
 THOUGHT = "<|channel|>analysis<|message|>Hm, stop.<|end|><|start|>assistant"
 
