@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator
 from http.client import HTTPConnection
@@ -188,5 +189,6 @@ def test_a_second_service_uses_the_first_by_depends(front: Served) -> None:
         assert events[-1].name == "done"
         refusal = http.post("/ask_badly", json={}).text
         assert refusal.startswith("400 ")
-        assert "temperature" in refusal
+        told = json.loads(refusal.removeprefix("400 "))["error"]
+        assert (told["type"], "temperature" in told["message"]) == ("InvalidSampling", True)
         assert http.post("/generate", json={"prompt": "x"}).status_code == 404
