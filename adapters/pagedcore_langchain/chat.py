@@ -10,8 +10,9 @@ from typing import Any
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LanguageModelInput
 from langchain_core.language_models.model_profile import ModelProfile
-from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.outputs import ChatGenerationChunk, ChatResult, LLMResult
+from langchain_core.runnables import RunnableConfig
 from typing_extensions import override
 
 from pagedcore import Chat
@@ -20,7 +21,7 @@ from pagedcore.tool_calls.chat_format import ChatTurn
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
 from pagedcore_langchain.errors import also_langchains
-from pagedcore_langchain.host import require_loop
+from pagedcore_langchain.host import on_loop, require_loop
 from pagedcore_langchain.messages import to_chat
 from pagedcore_langchain.options import Call, mask_salt, require_single_label
 from pagedcore_langchain.results import ChatChunks, chat_result
@@ -204,6 +205,13 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
         if len(messages) < 2 or BACKGROUND.is_here:
             return super().generate(messages, *args, **kwargs)
         return BACKGROUND.run(self.agenerate(messages, *args, **kwargs))
+
+    @override
+    def astream(
+        self, input: LanguageModelInput, config: RunnableConfig | None = None, *, stop: list[str] | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[AIMessageChunk]:
+        return on_loop(super().astream(input, config, stop=stop, **kwargs))
 
     @override
     async def agenerate(self, messages: list[list[BaseMessage]], *args: Any, **kwargs: Any) -> LLMResult:

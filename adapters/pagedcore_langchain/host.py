@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from pagedcore import AsyncEngine
 from pagedcore.errors import NoEventLoop, NotPicklable
+
+T = TypeVar("T")
 
 
 def require_loop() -> None:
@@ -24,6 +27,14 @@ def require_loop() -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         raise NoEventLoop from None
+
+
+async def on_loop(stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
+    """Pass a stream on. Raises ``NoEventLoop`` at the first iteration, as ``require_loop``."""
+    require_loop()
+    async with aclosing(cast(AsyncGenerator[T, None], stream)) as parts:
+        async for part in parts:
+            yield part
 
 
 class EngineHost:

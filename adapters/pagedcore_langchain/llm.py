@@ -17,7 +17,7 @@ from pagedcore import Infill, RequestOutput
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.batching import Configs, invoke_all
 from pagedcore_langchain.errors import also_langchains
-from pagedcore_langchain.host import require_loop
+from pagedcore_langchain.host import on_loop, require_loop
 from pagedcore_langchain.options import require_single_label
 from pagedcore_langchain.results import Chunks, llm_output, text_generations
 from pagedcore_langchain.settings import PagedCoreSettings
@@ -137,7 +137,7 @@ class PagedCoreLLM(PagedCoreSettings, BaseLLM):
         **kwargs: Any,
     ) -> AsyncIterator[str]:
         model = self._with_keywords(kwargs)
-        return BaseLLM.astream(model, input, config, stop=stop, **kwargs)
+        return on_loop(BaseLLM.astream(model, input, config, stop=stop, **kwargs))
 
     @override
     def batch(

@@ -22,6 +22,7 @@ AWAITED: dict[str, Callable[[Any], Any]] = {
        for name, of in {
            "ainvoke": lambda model: model.ainvoke("x"),
            "abatch": lambda model: model.abatch(["x", "y"]), "aclose": lambda model: model.aclose(),
+           "astream": lambda model: anext(model.astream("x")),
        }.items()},
 }
 
