@@ -13,23 +13,14 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any, Final, Self, cast
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveFloat,
-    SecretBytes,
-    SecretStr,
-    StrictInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveFloat, model_validator
 
-from pagedcore import AsyncEngine, Chat, Delta, EngineConfig, Infill, RequestOutput, SamplingParams
-from pagedcore.errors import InvalidConfig, InvalidRequest, TooManySequences, UnknownParameter, did_you_mean
+from pagedcore import AsyncEngine, Chat, Delta, Infill, RequestOutput, SamplingParams
+from pagedcore.errors import InvalidRequest, TooManySequences, UnknownParameter, did_you_mean
 from pagedcore.request_options import OPTIONS, TIMEOUT, OptionKeywords
 from pagedcore_langchain.host import EngineHost, require_loop
 from pagedcore_langchain.in_flight import in_flight, wait_for, wait_for_on_loop
+from pagedcore_langchain.on_engine import OnEngine
 from pagedcore_langchain.options import Call, hide_salt, mask_salt, require_single_label, reveal_secret
 
 Prompt = str | list[dict[str, Any]] | Chat | Infill
@@ -52,24 +43,17 @@ _CALL_NAMES: Final = frozenset({"top_logprobs", *(field.name for field in fields
 """What a call may say about its completion; a "stop" of its own is LangChain's keyword."""
 
 
-class PagedCoreSettings(BaseModel):
+class PagedCoreSettings(OnEngine):
     """Fields of a model. Every name of ``SamplingParams``, and ``timeout``, ``priority``, ``cache_salt`` and
     ``request_id``, may also be given per call or by ``bind``, and wins there.
 
     A salt is a secret: ``repr``, callbacks, tracers and caches see a pseudonym of it. Where other objects of LangChain
     pass it on (``configurable``, ``bind`` of a chain), give a ``SecretStr``. ``request_id``, the caller's own label,
-    is for one prompt: a batch with one is refused.
+    is for one prompt: a batch with one is refused, and what is made of a binding has none.
 
     Invariant: copies, bindings and reconfigured variants of a model share its ``host``, so they share its engine.
     """
 
-    # Safety: a refused salt must not be repeated.
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, hide_input_in_errors=True)
-
-    model: str = "pagedcore"
-    """``"demo"``, a directory or a hub id; with an engine of your own, the name to report."""
-    engine_settings: dict[str, Any] = Field(default_factory=dict)
-    """Fields of ``EngineConfig`` for the engine that this model builds."""
     max_tokens: int | None = None
     """Most tokens of a completion; ``None``: as many as the context has room for."""
     temperature: float | None = None
@@ -85,21 +69,12 @@ class PagedCoreSettings(BaseModel):
     message has them in OpenAI's format, and beside it are the ``prompt_logprobs`` that ``sampling`` may ask for."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """Further fields of ``SamplingParams`` by name."""
-    timeout: PositiveFloat | None = None
-    """Longest time for a completion, in seconds; then ``RequestTimeout``, and the request is aborted."""
     wait_for_room: bool = True
     """Whether a request waits while the engine's queue is full; otherwise ``EngineOverloaded``."""
-    priority: StrictInt = 0
-    """Higher runs first under the engine's "priority" policy; others refuse any but 0."""
-    cache_salt: SecretStr | SecretBytes | None = Field(default=None, exclude=True, repr=False)
-    """Requests with different salts share no cached prompts. Give each tenant its own."""
-    tenant: str = ""
-    """Who the service is counted for, under the engine's "fair" policy."""
-    weight: float = 1.0
-    """Share of the tenant beside others, under that policy; others refuse any but 1."""
-    deadline_s: PositiveFloat | None = None
-    """When a completion should end, in seconds, under the engine's "deadline" policy; others refuse it."""
-    host: EngineHost = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]  # Why: set below.
+    ttft_ms: PositiveFloat | None = None
+    """The longest time to the first token, in milliseconds, under the engine's "deadline" policy; others refuse it."""
+    tpot_ms: PositiveFloat | None = None
+    """The longest mean time from token to token, likewise."""
 
     @model_validator(mode="before")
     @classmethod
@@ -119,53 +94,6 @@ class PagedCoreSettings(BaseModel):
         if isinstance(kept.get("engine"), AsyncEngine):
             kept["host"] = EngineHost(None, {}, kept.pop("engine"))
         return kept
-
-    @field_validator("engine_settings")
-    @classmethod
-    def _hide_session_key(cls, settings: dict[str, Any]) -> dict[str, Any]:
-        # Safety: representations, caches and tracers show all settings.
-        key = settings.get("session_key")
-        hidden = SecretStr(key) if isinstance(key, str) else SecretBytes(key) if isinstance(key, bytes) else key
-        return {**settings, "session_key": hidden} if key is not None else settings
-
-    @model_validator(mode="after")
-    def _make_host(self) -> Self:
-        if self.host is None:
-            if "model" not in self.model_fields_set:
-                # Why: the name to report without one would be looked for at the hub, where it may be a stranger's.
-                raise InvalidConfig('model: not given; name one, such as "demo", a directory or a hub id, or give an '
-                                    "engine of your own with from_engine.")
-            self.host = EngineHost(self.model, {n: reveal_secret(value) for n, value in self.engine_settings.items()})
-            self.model_fields_set.discard("host")
-        return self
-
-    @classmethod
-    def from_engine(cls, engine: AsyncEngine, **fields: Any) -> Self:
-        """Build a model on an engine that its owner shares and closes."""
-        return cls(host=EngineHost(None, {}, engine), **fields)
-
-    @classmethod
-    def around(cls, model: Any, settings: Mapping[str, Any]) -> Self:
-        """Build the engine now; names in ``settings`` that are no fields of this class go to the engine."""
-        own = {name: value for name, value in settings.items() if name in cls.model_fields}
-        if isinstance(model, AsyncEngine):
-            return cls.from_engine(model, **dict(settings))
-        name = model if isinstance(model, str) else type(model).__name__
-        engine_settings = {name: value for name, value in settings.items() if name not in own}
-        EngineConfig.require_names(engine_settings, cls.model_fields)
-        host = EngineHost(model, engine_settings | own.pop("engine_settings", {}))
-        chosen = cls(**{"model": name, "host": host, **own})
-        _ = host.engine
-        return chosen
-
-    @property
-    def engine(self) -> AsyncEngine:
-        """The engine, built now if it is not there yet. Raises ``InvalidConfig`` as ``from_pretrained``."""
-        return self.host.engine
-
-    def close(self) -> None:
-        """Close the engine, for all copies of this model, unless it was handed over."""
-        self.host.close()
 
     async def aclose(self) -> None:
         """Close without blocking the event loop."""

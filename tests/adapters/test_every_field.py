@@ -335,6 +335,6 @@ async def test_of_a_model_of_langchain(kind: Any, accepted: list[Any]) -> None:
                   for name in (*OF_OTHER_MODELS, "base_url", "model_kwargs", UNKNOWN)}
     assert {name for name, told in found.items() if told == "nothing"} == set()
     assert {name for name, told in found.items() if told != "kept"} == {
-        "timeout", "weight", "deadline_s", *names & {"suffix"}}
+        "timeout", "weight", "deadline_s", "ttft_ms", "tpot_ms", *names & {"suffix"}}
     assert {name for name, told in others.items() if told == "nothing"} == OF_OTHER_MODELS
     assert {name for name, told in others.items() if told == "refused"} == others.keys() - OF_OTHER_MODELS

@@ -125,6 +125,15 @@ def test_what_is_made_of_a_binding_keeps_its_caller(observed: tuple[AsyncEngine,
     assert set(accepted.options) == {("bound", 3, None)}
 
 
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("name", ["ttft_ms", "tpot_ms", "deadline_s"])
+def test_what_is_made_of_a_binding_keeps_its_targets(engine: AsyncEngine, kind: Any, name: str) -> None:
+    """As a policy that would ignore them says."""
+    bound, messages = build(kind, engine).bind(**{name: 5.0}), [HumanMessage(PROMPT)]
+    with pytest.raises(InvalidRequest, match=name):
+        bound.generate([messages if kind is ChatPagedCore else PROMPT])
+
+
 @pytest.mark.parametrize("include_raw", [False, True])
 def test_structured_output_hands_on_what_a_call_says(
     observed: tuple[AsyncEngine, Accepted], include_raw: bool
