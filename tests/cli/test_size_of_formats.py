@@ -50,8 +50,10 @@ def require_same(path: Path, quantization: str = "none") -> None:
     assert abs(said - held) < 0.01 * held, (said, held)
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("scheme", "is_tied"), [
+    pytest.param(scheme, is_tied, marks=[pytest.mark.slow] if is_tied == place % 2 else [])
+    for place, scheme in enumerate(SCHEMES) for is_tied in (True, False)
+])
 def test_schemes_take_what_is_said(scheme: str, is_tied: bool, tmp_path: Path) -> None:
     """Quantised at load and converted alike, with the embedding in int8, or in the output layer's table."""
     tiny_model("llama", tie_word_embeddings=is_tied, **SIZES).save_pretrained(tmp_path / "model")
@@ -60,7 +62,13 @@ def test_schemes_take_what_is_said(scheme: str, is_tied: bool, tmp_path: Path) -
     require_same(tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+#: Scales of groups, with zero points, in an order; of outputs; of codebooks whose scales are numbers of one too.
+QUICK = ("gptq-order", "ct-w4a16-zeros", "ct-w8a8", "bnb-nf4-nested")
+
+
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.slow]) for kind in KINDS
+])
 def test_checkpoints_take_what_is_said(kind: str, tmp_path: Path) -> None:
     """Scales of each block, and zero points, are in the sum."""
     write_checkpoint(tmp_path, kind, **SIZES)

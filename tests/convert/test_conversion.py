@@ -48,7 +48,8 @@ ODD = {"hidden_size": 40, "num_attention_heads": 2, "head_dim": 20, "intermediat
     *((scheme, dtype, "llama", {"tie_word_embeddings": True})
       for scheme in SCHEMES for dtype in ("float32", "bfloat16")),
     *(("w4a16", "bfloat16", family, {}) for family in ("gemma3_text", "phi3", "stablelm")),
-    ("w4a16", "bfloat16", "qwen2", {"intermediate_size": 256}), ("w8a8", "bfloat16", "llama", ODD),
+    ("w4a16", "bfloat16", "qwen2", {"intermediate_size": 256}),
+    pytest.param("w8a8", "bfloat16", "llama", ODD, marks=pytest.mark.slow),
     ("w4a16", "float32", "llama", ODD), ("w8a8", "bfloat16", "mixtral", {}), ("w4a16", "float32", "mixtral", {}),
     ("w8a16", "float32", "qwen3_moe", {"moe_intermediate_size": 40, "decoder_sparse_step": 2}),
     ("w4a16", "bfloat16", "olmoe", {}), ("w4a8", "bfloat16", "qwen2", {"intermediate_size": 256}),

@@ -17,7 +17,7 @@ from scheduler_lives.laws import require_true_contents
 from scheduler_lives.simulator import Simulation
 from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
 
-SEEDS_PER_TEST = 150
+SEEDS_PER_TEST = 75
 each_range = pytest.mark.parametrize("first_seed", [
     pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in range(0, 1050, SEEDS_PER_TEST)
 ])
@@ -52,7 +52,7 @@ def test_what_a_waiting_sequence_holds_is_promised_once() -> None:
 @pytest.mark.parametrize("has_faults", [False, True])
 def test_lives_with_batch_formation(has_faults: bool) -> None:
     """Gates, separate phases and shares of prefill change no token, stop no request and keep every law."""
-    for seed in (*range(80), 20_095, 20_431):
+    for seed in (*range(40), 20_095, 20_431):
         Simulation(seed, has_faults, has_formation=True).run()
 
 
@@ -61,7 +61,7 @@ def test_lives_with_every_policy(has_faults: bool) -> None:
     """Policies that change their order from step to step, cap tenants or preempt to admit, one that does all of it at
     random among them, change no token, stop no request and keep every law."""
     preempting = set()
-    for seed in (*range(100), 276):
+    for seed in (*range(50), 276):
         simulation = Simulation(seed, has_faults, has_policies=True).run()
         scheduler = simulation.scheduler
         if scheduler.stats().num_preemptions:
@@ -72,7 +72,7 @@ def test_lives_with_every_policy(has_faults: bool) -> None:
 @pytest.mark.parametrize("has_faults", [False, True])
 def test_lives_with_a_short_context(has_faults: bool) -> None:
     """Sequences that become long are computed again under every policy, and no row reads what the other kind wrote."""
-    for seed in range(60):
+    for seed in range(40):
         Simulation(seed, has_faults, has_policies=seed % 2 == 0, num_short_tokens=3 + seed % 6).run()
 
 

@@ -23,7 +23,9 @@ Way: TypeAlias = Callable[[Lab, Session], tuple[Session, int]]
 """What happens between two turns; returns the session that continues and the positions it is to find."""
 
 
-@pytest.fixture(scope="module", params=["demo", "float32", "bfloat16", "int8 KV"])
+@pytest.fixture(scope="module", params=[
+    "demo", pytest.param("float32", marks=pytest.mark.slow), "bfloat16", "int8 KV",
+])
 def kind(request: pytest.FixtureRequest) -> str:
     """A model and its number format."""
     return str(request.param)
