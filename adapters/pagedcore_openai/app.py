@@ -26,7 +26,7 @@ from pagedcore_http.present_objects import PresentObjects
 from pagedcore_openai.calls import ServedModel
 from pagedcore_openai.chat import ChatCall
 from pagedcore_openai.completions import TextCall
-from pagedcore_openai.embeddings import Embeddings
+from pagedcore_openai.embeddings import EmbeddingCall
 from pagedcore_openai.endpoints import (
     Completing,
     Detokenize,
@@ -38,7 +38,9 @@ from pagedcore_openai.endpoints import (
     Tokenize,
 )
 from pagedcore_openai.errors import openai_refusal
+from pagedcore_openai.judgements import ClassifyCall, RerankCall, ScoreCall
 from pagedcore_openai.page import Live, Page, page_files
+from pagedcore_openai.pooled import Pooled
 from pagedcore_openai.responses import ResponseCall
 from pagedcore_openai.service import SaltHook, Service
 from pagedcore_openai.tenants import ApiKeys, Browsers
@@ -61,7 +63,11 @@ _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("POST", "/responses", partial(Completing, kind=ResponseCall)),
     ("GET", "/responses/{response}", StoredResponse),
     ("DELETE", "/responses/{response}", StoredResponse),
-    ("POST", "/embeddings", Embeddings),
+    ("POST", "/embeddings", partial(Pooled, kind=EmbeddingCall)),
+    ("POST", "/rerank", partial(Pooled, kind=RerankCall)),
+    ("POST", "/v2/rerank", partial(Pooled, kind=RerankCall)),
+    ("POST", "/score", partial(Pooled, kind=ScoreCall)),
+    ("POST", "/classify", partial(Pooled, kind=ClassifyCall)),
     ("GET", "/models", Models),
     ("GET", "/models/{model:path}", Models),
     ("POST", "/tokenize", Tokenize),

@@ -160,6 +160,16 @@ EMBEDDING: Final = Form(
                *CALLERS_OPTIONS}),
     {"truncate_prompt_tokens": (), "add_special_tokens": (True,)},
 )
+_JUDGING: Final = frozenset({"model", "use_activation", "timeout_s", *CALLERS_OPTIONS})
+_NOT_CUT: Final[Mapping[str, tuple[Any, ...]]] = {
+    "truncate_prompt_tokens": (), "max_tokens_per_doc": (), "max_tokens_per_query": (0,), "max_chunks_per_doc": (),
+    "activation": (True,), "softmax": (True,), "mm_processor_kwargs": (),
+}
+"""Names of vLLM, Jina and Cohere that would cut texts off, and older ones of ``use_activation``."""
+RERANK: Final = Form(_JUDGING | {"query", "documents", "top_n", "return_documents", "instruction", "prompt_name"},
+                     {**_NOT_CUT, "rank_fields": ()})
+SCORE: Final = Form(_JUDGING | {"text_1", "text_2", "instruction", "prompt_name"}, _NOT_CUT)
+CLASSIFY: Final = Form(_JUDGING | {"input"}, {**_NOT_CUT, "add_special_tokens": (True,)})
 DETOKENIZE: Final = Form(frozenset({"model", "tokens"}))
 
 

@@ -81,7 +81,8 @@ class TransformersModel:
     """
 
     text_head: TextHead | None = None
-    pair_defaults = PairDefaults(refusal="nobody said how")
+    """What turns states into numbers, set by whoever has read the model's files, like ``pair_defaults``."""
+    pair_defaults = PairDefaults(refusal="its files were not looked at")
 
     def __init__(
         self, model: PreTrainedModel, attention_factory: AttentionFactory, *, block_size: int | None = None,

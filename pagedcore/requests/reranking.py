@@ -129,7 +129,7 @@ def _require_text(name: str, text: object, inputs: InputProcessor) -> None:
         raise InvalidPrompt(name, text, "text")
     if not text:
         raise InvalidText(name, text, "text of at least 1 character")
-    validation.validate_text(text, inputs.max_model_len)
+    validation.validate_text(text, inputs.max_model_len, name)
 
 
 def pairs_of(query: str, documents: Any) -> list[tuple[str, str]]:

@@ -95,9 +95,9 @@ def _require_in_vocabulary(what: str, token_ids: Iterable[int], vocab_size: int)
             raise InvalidToken(what, token_id, f"token ids from 0 to {vocab_size - 1}")
 
 
-def validate_text(text: object, max_model_len: int) -> str:
+def validate_text(text: object, max_model_len: int, what: str = "text") -> str:
     """Return text. Raises ``InvalidText`` if it is no ``str`` or not encodable, ``TextTooLong`` if it could not fit."""
-    count_text_bytes("text", text, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
+    count_text_bytes(what, text, MAX_TEXT_BYTES_PER_TOKEN * max_model_len)
     return text  # type: ignore[return-value]  # Why: the line above refuses what is no str
 
 
