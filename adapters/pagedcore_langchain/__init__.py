@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from pagedcore_langchain.chat import ChatPagedCore
     from pagedcore_langchain.embeddings import PagedCoreEmbeddings
     from pagedcore_langchain.llm import PagedCoreLLM
+    from pagedcore_langchain.rerank import PagedCoreRerank
 
-__all__ = ["ChatPagedCore", "PagedCoreEmbeddings", "PagedCoreLLM", "create_chat", "create_embeddings", "create_llm"]
+__all__ = ["ChatPagedCore", "PagedCoreEmbeddings", "PagedCoreLLM", "PagedCoreRerank", "create_chat",
+           "create_embeddings", "create_llm", "create_rerank"]
 
 _HOMES: Final = {"ChatPagedCore": "pagedcore_langchain.chat", "PagedCoreLLM": "pagedcore_langchain.llm",
-                 "PagedCoreEmbeddings": "pagedcore_langchain.embeddings"}
+                 "PagedCoreEmbeddings": "pagedcore_langchain.embeddings",
+                 "PagedCoreRerank": "pagedcore_langchain.rerank"}
 
 
 def create_chat(model: Any, **settings: Any) -> ChatPagedCore:
@@ -50,6 +53,12 @@ def create_embeddings(model: Any, **settings: Any) -> PagedCoreEmbeddings:
     """Build embeddings; as ``create_chat``, with the fields of ``PagedCoreEmbeddings``."""
     embeddings: PagedCoreEmbeddings = _find("PagedCoreEmbeddings").around(model, settings)
     return embeddings
+
+
+def create_rerank(model: Any, **settings: Any) -> PagedCoreRerank:
+    """Build a compressor of documents; as ``create_chat``, with the fields of ``PagedCoreRerank``."""
+    rerank: PagedCoreRerank = _find("PagedCoreRerank").around(model, settings)
+    return rerank
 
 
 def __getattr__(name: str) -> Any:

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
-
 from langchain_core.embeddings import Embeddings
 from typing_extensions import override
 
-from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.errors import also_langchains
-from pagedcore_langchain.on_engine import OnEngine
-from pagedcore_langchain.options import reveal_secret
+from pagedcore_langchain.on_engine import OnEngine, run_here
 
-T = TypeVar("T")
 _QUERY, _DOCUMENTS = ("query",), ("document", "passage", "corpus")
 """What sentence-transformers calls the prompts of the two."""
 
@@ -39,12 +31,12 @@ class PagedCoreEmbeddings(OnEngine, Embeddings):
     @override
     def embed_documents(self, texts: list[str]) -> list[list[float]]:
         """Return the vectors of documents."""
-        return _run(self.aembed_documents(texts))
+        return run_here(self.aembed_documents(texts))
 
     @override
     def embed_query(self, text: str) -> list[float]:
         """Return the vector of a query."""
-        return _run(self.aembed_query(text))
+        return run_here(self.aembed_query(text))
 
     @override
     async def aembed_documents(self, texts: list[str]) -> list[list[float]]:
@@ -64,15 +56,5 @@ class PagedCoreEmbeddings(OnEngine, Embeddings):
                 prompt = next((name for name in names if name in engine.embedding_prompts), None)
             found = await engine.embed(
                 texts, pooling=self.pooling, normalize=self.normalize, dimensions=self.dimensions,  # type: ignore[arg-type]
-                prompt_name=prompt, timeout_s=self.timeout, priority=self.priority, tenant=self.tenant,
-                weight=self.weight, deadline_s=self.deadline_s, cache_salt=reveal_secret(self.cache_salt),
-            )
+                prompt_name=prompt, **self.limits)
         return [one.vector.tolist() for one in found]
-
-
-def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    if not BACKGROUND.is_here:
-        return BACKGROUND.run(coroutine)
-    # Why: a callback that runs on the background's own loop would wait for itself.
-    with ThreadPoolExecutor(1) as other:
-        return other.submit(asyncio.run, coroutine).result()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self
+import asyncio
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -19,12 +21,15 @@ from pydantic import (
 
 from pagedcore import AsyncEngine, EngineConfig
 from pagedcore.errors import InvalidConfig
+from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.host import EngineHost
 from pagedcore_langchain.options import reveal_secret
 
+T = TypeVar("T")
+
 
 class OnEngine(BaseModel):
-    """Fields of a model or of embeddings.
+    """Fields of a model, of embeddings or of a reranker.
 
     Invariant: copies, bindings and reconfigured variants share the ``host``, so they share its engine.
     """
@@ -37,7 +42,7 @@ class OnEngine(BaseModel):
     engine_settings: dict[str, Any] = Field(default_factory=dict)
     """Fields of ``EngineConfig`` for the engine that this builds."""
     timeout: PositiveFloat | None = None
-    """Longest time for a completion, or for a call for vectors, in seconds; then ``RequestTimeout``, and the request is
+    """Longest time for a completion, or for a call for vectors or scores, in seconds; then ``RequestTimeout``, and the request is
     aborted."""
     priority: StrictInt = 0
     """Higher runs first under the engine's "priority" policy; others refuse any but 0."""
@@ -97,3 +102,18 @@ class OnEngine(BaseModel):
     def close(self) -> None:
         """Close the engine, for all copies of this model, unless it was handed over."""
         self.host.close()
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """What a call for vectors or scores tells the engine."""
+        return {"timeout_s": self.timeout, "priority": self.priority, "tenant": self.tenant, "weight": self.weight,
+                "deadline_s": self.deadline_s, "cache_salt": reveal_secret(self.cache_salt)}
+
+
+def run_here(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end, whether or not a loop runs here."""
+    if not BACKGROUND.is_here:
+        return BACKGROUND.run(coroutine)
+    # Why: a callback that runs on the background's own loop would wait for itself.
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(asyncio.run, coroutine).result()

@@ -16,3 +16,5 @@ def pagedcore_register(registry: Any) -> None:
                           summary="a LangChain completion model")
     registry.adapters.add("langchain-embeddings", "pagedcore_langchain:create_embeddings", extra="langchain",
                           summary="LangChain embeddings")
+    registry.adapters.add("langchain-rerank", "pagedcore_langchain:create_rerank", extra="langchain",
+                          summary="a LangChain compressor that reranks documents")

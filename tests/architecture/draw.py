@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "kernels", "adapters", "tests")]
 
-from architecture import draw_blocks, draw_peers, draw_request, draw_rooms, draw_slots, draw_step  # noqa: E402
+from architecture import draw_blocks, draw_peers, draw_request, draw_retrieval, draw_rooms, draw_slots, draw_step  # noqa: E402
 
 PAGE = "docs/architecture.md"
 TABLE = re.compile(r"(?<=<!-- rooms: `make architecture` writes this table -->\n\n).*?(?=\n<!-- end -->)", re.DOTALL)
@@ -19,6 +19,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "docs/architecture.svg": draw_rooms.draw,
     "docs/request.svg": draw_request.draw,
     "docs/peers.svg": draw_peers.draw,
+    "docs/retrieval.svg": draw_retrieval.draw,
     "docs/slots.svg": draw_slots.draw,
     "docs/blocks.svg": draw_blocks.draw,
     "docs/step.svg": draw_step.draw,

@@ -1,4 +1,4 @@
-"""``/rerank``, ``/score`` and ``/classify``: bodies of vLLM, Jina and Cohere, and all ways in which they are refused."""
+"""``/rerank``, ``/score`` and ``/classify``: bodies of vLLM, Jina and Cohere, and how they are refused."""
 
 from __future__ import annotations
 
