@@ -192,6 +192,9 @@ class FlightRecorder:
             return
         state = self._scheduler.snapshot()
         numbers = {one["plain"]["sequence_id"] for one in state["sequences"]}
+        for one in state["sequences"]:
+            # Why: what the last segment ends with is compared with what this one begins with.
+            self._note_session(one["plain"]["sequence_id"], is_marked=one["plain"]["is_in_session"])
         self._owners = {number: self._owners[number] for number in sorted(numbers & self._owners.keys())}
         state["requests"] = [[owner, [number]] for number, owner in self._owners.items()]
         state["beams"] = self._open_beams(numbers)
@@ -214,7 +217,7 @@ class FlightRecorder:
     def _arguments_of(self, name: str, given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
         if name == "commit":
             for row in given[0].rows:
-                self._note_session(row.sequence)
+                self._note_session(row.sequence.sequence_id, is_marked=row.sequence.is_in_session)
             return self._sampled(given[1])
         plain = [self._plain(name, one) for one in given if not isinstance(one, SchedulePlan)]
         return (*plain, dict(options)) if options else tuple(plain)
@@ -223,7 +226,7 @@ class FlightRecorder:
         if isinstance(value, Sequence):
             number = value.sequence_id
             if name not in _WITH_TOKENS and (number in self._known or name == "count_as_new"):
-                self._note_session(value)
+                self._note_session(number, is_marked=value.is_in_session)
                 return number
             self._known.add(number)
             described = value.snapshot()
@@ -231,11 +234,11 @@ class FlightRecorder:
             return described
         return [self._plain(name, one) for one in value] if isinstance(value, list | tuple) else value
 
-    def _note_session(self, sequence: Sequence) -> None:
+    def _note_session(self, number: int, *, is_marked: bool) -> None:
         # Why noted late: a session marks its sequence when the scheduler has it already.
-        if sequence.is_in_session and sequence.sequence_id not in self._in_session:
-            self._in_session.add(sequence.sequence_id)
-            self._note("in_session", (sequence.sequence_id,), None)
+        if is_marked and number not in self._in_session:
+            self._in_session.add(number)
+            self._note("in_session", (number,), None)
 
     @staticmethod
     def _sampled(sampled: dict[int, int | None]) -> tuple[Any, ...]:

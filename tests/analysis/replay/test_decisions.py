@@ -11,6 +11,7 @@ from pagedcore.analysis.recorder.recording import read_recording, write_recordin
 from pagedcore.analysis.recorder.ring import FlightRecorder
 from pagedcore.analysis.replay.decisions import Replayed, replay_decisions
 from pagedcore.errors import InternalError
+from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler import policies, preemption
 from pagedcore.scheduler.policy_guard import make_policy
 from scheduler_lives import simulator
@@ -20,6 +21,7 @@ from support.recordings import dumped, lines_of, recorded_life, run_all, toy_eng
 from support.torture import first_seed, scaled
 
 PREFIX = [1, 2, 3, 4, 5, 6, 7, 8]
+OF_RING: dict[str, Any] = FlightRecorder.__init__.__kwdefaults__
 
 
 def replayed(path: Path) -> Replayed:
@@ -67,9 +69,12 @@ def test_decisions_of_every_policy_are_replayed(
 
 @pytest.mark.torture
 def test_engines_with_callers_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recording of an engine whose callers abort, park sessions, fork and come back is replayed too."""
+    """The recording of an engine whose callers abort, park sessions, fork and come back is replayed too, also with a
+    ring of a few steps.
+    """
     monkeypatch.setattr("pagedcore.analysis.recorder.dumps.MAX_DUMPS", 0)
     for seed in range(first_seed(), first_seed() + scaled(2)):
+        monkeypatch.setitem(OF_RING, "max_steps", 8192 if seed % 2 else 10)
         simulation = EngineSimulation(seed, has_faults=seed % 2 == 1)
         simulation.settings |= {"flight_recorder": "on", "check_invariants": False}
         simulation.run()
@@ -104,6 +109,18 @@ def test_a_session_that_swaps_and_loads_is_replayed(tmp_path: Path) -> None:
     found = replay_decisions(recording)
     assert found.difference is None
     assert [segment["is_continuous"] for segment in recording.segments] == [False, False]
+
+
+def test_sessions_that_begin_with_a_segment_are_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session marks its sequence behind the last event of a full segment, and before the next one begins."""
+    monkeypatch.setitem(OF_RING, "max_steps", 6)
+    for max_tokens in range(1, 5):
+        with toy_engine(num_kv_blocks=24) as engine:
+            for place in range(3):
+                engine.session().ask([place, *PREFIX], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+            recording = dumped(engine, tmp_path)
+        assert replay_decisions(recording).difference is None, max_tokens
+        assert recording.segments[-1]["is_continuous"]
 
 
 def test_a_step_that_fails_is_replayed(tmp_path: Path) -> None:
