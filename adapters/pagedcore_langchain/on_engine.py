@@ -42,8 +42,8 @@ class OnEngine(BaseModel):
     engine_settings: dict[str, Any] = Field(default_factory=dict)
     """Fields of ``EngineConfig`` for the engine that this builds."""
     timeout: PositiveFloat | None = None
-    """Longest time for a completion, or for a call for vectors or scores, in seconds; then ``RequestTimeout``, and the request is
-    aborted."""
+    """Longest time for a completion, or for a call for vectors or scores, in seconds; then ``RequestTimeout``, and the
+    request is aborted."""
     priority: StrictInt = 0
     """Higher runs first under the engine's "priority" policy; others refuse any but 0."""
     cache_salt: SecretStr | SecretBytes | None = Field(default=None, exclude=True, repr=False)
