@@ -85,9 +85,9 @@ build/interop-openai-js/.stamp: tests/interop/openai-js/package-lock.json
 
 # With the CUDA tool chain that torch pins, and with the newest.
 kernels: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -m kernels $(AN_HOUR) tests/kernels tests/ptxsim $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m kernels $(AN_HOUR) tests/kernels tests/ptxsim tests/virtual_gpu $(PYTEST_ARGS)
 	$(MAKE) VENV=build/kernels-newest CONSTRAINTS="-c constraints.txt" build/kernels-newest/.stamp-test
-	build/kernels-newest/bin/python -m pytest -m kernels $(AN_HOUR) tests/kernels tests/ptxsim $(PYTEST_ARGS)
+	build/kernels-newest/bin/python -m pytest -m kernels $(AN_HOUR) tests/kernels tests/ptxsim tests/virtual_gpu $(PYTEST_ARGS)
 
 formats:
 	$(MAKE) VENV=build/formats build/formats/.stamp-formats

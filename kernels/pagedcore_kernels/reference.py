@@ -79,6 +79,8 @@ class ReferenceAttention:
         output = query.new_zeros(*query.shape[:2], self._layout.layers[layer].value_head_size)
         for row in range(plan.num_rows):
             tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
+            if tokens.start == tokens.stop:  # padding
+                continue
             key, value = self._gather(layer, row, plan)
             output[tokens] = _attention(
                 query[tokens].float(), key, value, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks

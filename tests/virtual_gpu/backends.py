@@ -1,0 +1,127 @@
+"""What computes attention on virtual GPUs: the kernels that ship, or the reference, queued as they are."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from kernels.cuda.simulated_driver import compiled
+from pagedcore.engine.engine import Engine
+from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore.protocols import RaggedRows
+from pagedcore_kernels.cuda.build.images import KernelImage
+from pagedcore_kernels.cuda.build.library import KernelLibrary
+from pagedcore_kernels.layout import TokenMajorLayout
+from pagedcore_kernels.reference import ReferenceAttention
+from virtual_gpu.driver_api import DriverApi
+from virtual_gpu.machine import Item, Machine, in_use
+from virtual_gpu.tensors import DeviceTensor, new
+
+
+class QueuedReference:
+    """The reference in the place of a GPU's kernels: its launches are queued, its results are a CPU's."""
+
+    name = "queued"
+    layout_type = TokenMajorLayout
+    devices = ("cuda",)
+
+    def __init__(self, layout: TokenMajorLayout, pool: torch.Tensor) -> None:
+        self.layout, self.pool = layout, pool
+        self._reference = ReferenceAttention(layout, _inside(pool))
+        self._step = Step(self._reference)
+
+    @staticmethod
+    def preferred_block_size(dtype: torch.dtype) -> int:
+        return 16
+
+    def plan(self, batch: RaggedRows) -> None:
+        self._step = Step(self._planned(batch))
+
+    def _planned(self, batch: RaggedRows) -> ReferenceAttention:
+        # Why a copy: what is queued has the plan of its own step.
+        reference = copy.copy(self._reference)
+        reference.plan(batch)
+        return reference
+
+    def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+        step, inside = self._step, (_inside(key), _inside(value))
+        self._enqueue("write", lambda: step.reference.write_kv(layer, *inside))
+
+    def attend(
+        self, layer: int, query: torch.Tensor, *, sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None, **more: Any,
+    ) -> torch.Tensor:
+        step, inside = self._step, _inside(query)
+        more |= {name: _inside(one) for name, one in (("sinks", sinks), ("slopes", slopes)) if one is not None}
+        shape = (*query.shape[:2], self.layout.layers[layer].value_head_size)
+        out = new(self.pool.index, shape, torch.empty(shape, device="meta").stride(), query.dtype)
+        place = out.inner
+        self._enqueue("attend", lambda: place.copy_(step.reference.attend(layer, inside, **more)))
+        return out
+
+    def _enqueue(self, name: str, run: Callable[[], object]) -> None:
+        in_use().stream(self.pool.index).enqueue(Item(run, name))
+
+
+@dataclass
+class Step:
+    """What launches read: the plan of one step, or of the last that was put into a frame."""
+
+    reference: ReferenceAttention
+
+
+class FramedReference(QueuedReference):
+    """The same, of which decode steps can be recorded: a plan gets into its frame when its turn comes."""
+
+    def new_frame(self) -> Step:
+        return Step(self._reference)
+
+    def plan_in(self, frame: Step, batch: RaggedRows) -> int:
+        self._step, reference = frame, self._planned(batch)
+        self._enqueue("upload", lambda: setattr(frame, "reference", reference))
+        return id(frame)
+
+    def follow_stream(self) -> None:
+        """Launches ask for the stream themselves."""
+
+
+def _inside(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DeviceTensor):
+        raise RuntimeError("a kernel was given an address of the host")
+    return tensor.inner
+
+
+class VirtualBackends:
+    """Registers the reference as attention backends of GPUs."""
+
+    @hookimpl
+    def pagedcore_register(self, registry: Any) -> None:
+        registry.attention.add("queued", "virtual_gpu.backends:QueuedReference")
+        registry.attention.add("framed", "virtual_gpu.backends:FramedReference")
+
+
+@contextmanager
+def shipped_kernels(machine: Machine, version: int = 13000) -> Iterator[DriverApi]:
+    """Let the CUDA backend's own driver launch on a machine; a kernel's image is its PTX."""
+    api = DriverApi(machine, version)
+
+    def find(library: KernelLibrary, name: str, arch: str) -> KernelImage:
+        source, ptx = compiled(name, arch)
+        image = f"{name}\n{ptx}".encode()
+        return KernelImage(name, arch, name, source.threads, source.shared_bytes, 32, {}, image)
+
+    with patch("pagedcore_kernels.cuda.driver._bindings", lambda: api), patch.object(KernelLibrary, "find", find):
+        yield api
+
+
+def on_gpu(model: Any, *, attention: str = "framed", device: str = "cuda", **settings: Any) -> Engine:
+    """A small engine on a virtual GPU, with the reference for its attention."""
+    small: dict[str, Any] = {"max_num_batched_tokens": 7, "max_num_seqs": 3, "num_kv_blocks": 24, "block_size": 4}
+    return Engine.from_pretrained(
+        model, device=device, attention_backend=attention, plugins=[VirtualBackends()], **{**small, **settings})

@@ -1,0 +1,162 @@
+"""The whole engine on virtual GPUs: what it computes there is what transformers, or the engine on a CPU, computes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from pagedcore.demo_model.questions import demo_questions, is_correct
+from pagedcore.engine.engine import Engine
+from pagedcore.sampling_params import SamplingParams
+from pagedcore.serving.async_engine import AsyncEngine
+from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
+from support.engine_builders import assert_all_free, run
+from support.families import FAMILIES, tiny_model
+from support.generate_oracle import NUM_TOKENS, generate_alone, make_prompts
+from virtual_gpu.backends import on_gpu, shipped_kernels
+from virtual_gpu.machine import Event, Machine, Stream
+
+REPRESENTATIVES = ("llama", "gemma2", "llama4_text")
+
+
+def greedy(**more: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": NUM_TOKENS, **more})
+
+
+@pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
+@pytest.mark.parametrize(("count", "preemption"), [
+    (3, "auto"), pytest.param(6, "swap", marks=pytest.mark.kernels),
+    pytest.param(6, "recompute", marks=pytest.mark.kernels),
+])
+def test_the_demo_model_answers_on_the_kernels_that_ship(count: int, preemption: str, gpus: Machine) -> None:
+    """Prompts in chunks, preempted requests and recorded decode steps: every answer is right, and most decode steps
+    are launched as a whole."""
+    questions = demo_questions(count, seed=5)
+    with shipped_kernels(gpus) as api, Engine.from_pretrained(
+        "demo", device="cuda", max_num_batched_tokens=24, max_num_seqs=4, block_size=4,
+        num_kv_blocks=14 if count > 3 else 40, host_kv_memory="1MiB", preemption=preemption,
+    ) as engine:
+        requests = [engine.add_request(question.prompt, greedy(max_tokens=32)) for question in questions]
+        run(engine)
+        answers = [request.output().outputs[0].text for request in requests]
+        assert [(q.prompt, a) for q, a in zip(questions, answers, strict=True) if not is_correct(q, a)] == []
+        assert count <= 3 or engine.stats().num_preemptions > 0
+    assert gpus.counts["graph launches"] > 2 * gpus.counts["graphs recorded"] > 0
+    assert {name.partition("-")[0] for name in api.launched} >= {"write", "decode", "prefill"}
+
+
+@pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=pytest.mark.kernels)])
+@pytest.mark.parametrize("family", [
+    *REPRESENTATIVES,
+    *(pytest.param(family, marks=pytest.mark.kernels) for family in FAMILIES if family not in REPRESENTATIVES),
+])
+def test_tokens_on_a_gpu_are_those_of_generate(family: str, preemption: str, gpus: Machine) -> None:
+    """Chunked, in company and preempted, with blocks that arrive late from the host, tokens are ``generate``'s."""
+    model, prompts = tiny_model(family), make_prompts()
+    model.set_attn_implementation("eager")
+    expected = [generate_alone(model, prompt) for prompt in prompts]
+    with on_gpu(model, attention="queued", preemption=preemption, host_kv_memory="1MiB", num_kv_blocks=12) as engine:
+        requests = [engine.add_request(prompt, greedy()) for prompt in prompts]
+        run(engine)
+        assert [list(request.output().outputs[0].token_ids) for request in requests] == expected
+        stats = engine.stats()
+        assert not stats.is_schedule_invariant
+        assert stats.num_preemptions > 0 or any(len(answer) < NUM_TOKENS for answer in expected)
+        for _ in range(3):  # asks after the transfers that were still on their way when the last answer ended
+            engine.step()
+        assert_all_free(engine)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "several": {"n": 2, "temperature": 0.8, "seed": 3},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "logit_bias": {7: 2.0}, "min_tokens": 5},
+    "logprobs": {"logprobs": 2, "prompt_logprobs": 2},
+    "masked": {"allowed_token_ids": list(range(5, 30)), "top_k": 4, "temperature": 1.0, "seed": 8},
+}
+
+
+def asked(engine: Engine) -> list[Any]:
+    """What an engine answers to every kind of request at once."""
+    requests = [engine.add_request(prompt, greedy(**options))
+                for prompt, options in zip(make_prompts() * 2, OPTIONS.values(), strict=False)]
+    run(engine)
+    return [request.output() for request in requests]
+
+
+def test_options_mean_the_same_on_a_gpu(gpus: Machine) -> None:
+    """Several completions, penalties, masks and probabilities of prompts are those of the engine on a CPU, and no step
+    waits more than once for a GPU."""
+    with on_gpu(tiny_model("llama"), device="auto", attention="reference", dtype="float32") as engine:
+        expected = asked(engine)
+    with on_gpu(tiny_model("llama"), device="cuda:1") as engine:
+        gpus.counts.clear()
+        found, num_steps = asked(engine), engine.stats().num_steps
+        assert gpus.counts["waits"] <= num_steps + 3 * gpus.counts["graphs recorded"]
+        assert gpus.counts["pageable copies to the device"] == 0
+    assert torch.cuda.current_device() == 0
+    for output, wanted in zip(found, expected, strict=True):
+        assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted.outputs]
+    for mine, other in zip(found[2].prompt_logprobs, expected[2].prompt_logprobs, strict=True):
+        assert (mine is None) == (other is None)
+        assert mine is None or (mine.token_id, mine.logprob) == (other.token_id, pytest.approx(other.logprob, abs=1e-4))
+
+
+def test_sessions_and_threads_on_a_gpu(gpus: Machine) -> None:
+    """A conversation that was parked on the host goes on as it would have, and an engine in a thread of its own has the
+    same answers."""
+    prompts, model = make_prompts(), tiny_model("llama")
+    with on_gpu(model, host_kv_memory="1MiB", num_kv_blocks=40) as engine:
+        with engine.session(greedy()) as session, engine.session(greedy()) as other:
+            expected = [session.ask(prompts[1]).outputs[0].token_ids, session.ask(prompts[2]).outputs[0].token_ids]
+            found = [other.ask(prompts[1]).outputs[0].token_ids]
+            other.park("host")
+            engine.generate([[9] * 60], greedy(), show_progress=False)
+            assert [*found, other.ask(prompts[2]).outputs[0].token_ids] == expected
+        alone = [one.outputs[0].token_ids for one in engine.generate(prompts, greedy(), show_progress=False)]
+
+        async def main() -> list[Any]:
+            async with AsyncEngine(engine) as served:
+                async def last(prompt: list[int]) -> Any:
+                    return tuple([token async for one in served.generate(prompt, greedy()) for token in one.token_ids])
+
+                return await asyncio.gather(*map(last, prompts))
+
+        assert asyncio.run(main()) == alone
+
+
+DROPPED: dict[str, tuple[Any, str, Any]] = {
+    "the host does not wait for logits": (Stream, "synchronize", lambda self: None),
+    "copies are over before they are made": (Event, "query", lambda self: True),
+    "copies are made from memory that is used again": (torch.Tensor, "pin_memory", lambda self: used_again(self)),
+}
+
+
+def used_again(tensor: torch.Tensor) -> torch.Tensor:
+    """Pinned memory that the host writes to before the copy out of it was waited for."""
+    PINNED.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor))
+    for one in PINNED[:-1]:
+        one.zero_()
+    return PINNED[-1]
+
+
+PINNED: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("edge", DROPPED)
+def test_an_edge_that_is_missing_shows(edge: str, gpus: Machine) -> None:
+    """Each way in which an engine orders host, copies and computation is needed: without it tokens are others, or
+    requests end with an error."""
+    model, prompts = tiny_model("llama"), make_prompts()
+    expected = [generate_alone(model, prompt) for prompt in prompts]
+    with on_gpu(model, attention="queued", preemption="swap", host_kv_memory="1MiB", num_kv_blocks=12) as engine:
+        requests = [engine.add_request(prompt, greedy()) for prompt in prompts]
+        with patch.object(*DROPPED[edge]):
+            for _ in range(100):
+                engine.step()
+            PINNED.clear()
+        answers = [request.output().outputs for request in requests]
+    assert [[list(one.token_ids) for one in each] for each in answers] != [[tokens] for tokens in expected]
