@@ -7,7 +7,7 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
                     NamesVariablePart  DecodesGreedily  HasGenerationConfig  ReturnsHidden
                     HasEmbeddingDefaults  HasTextHead
     Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
-    attention       AttentionRequirements  StoresInt8 (the factory)  ShowsKVPool (the backend)
+    attention       AttentionRequirements  StoresInt8, ChecksAhead (the factory)  ShowsKVPool (the backend)
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pagedcore.text_head import PairDefaults, TextHead
 from pagedcore_kernels.interface import AttentionBackend as AttentionBackend
 from pagedcore_kernels.interface import AttentionFactory as AttentionFactory
 from pagedcore_kernels.interface import AttentionRequirements as AttentionRequirements
+from pagedcore_kernels.interface import ChecksAhead as ChecksAhead
 from pagedcore_kernels.interface import FloatArray as FloatArray
 from pagedcore_kernels.interface import Int32Array as Int32Array
 from pagedcore_kernels.interface import Int64Array as Int64Array

@@ -278,6 +278,19 @@ class StoresInt8(Protocol):
 
 
 @runtime_checkable
+class ChecksAhead(Protocol):
+    """An attention factory that says what it cannot serve before a model is loaded."""
+
+    def check_ahead(self, dtype: torch.dtype) -> None:
+        """Refuse to serve models whose weights are of a number format, or to run on this machine.
+
+        Raises:
+            InvalidConfig: its backends cannot; the message says what is allowed.
+        """
+        ...
+
+
+@runtime_checkable
 class ShowsKVPool(Protocol):
     """An attention backend into whose pool other kernels may write K and V themselves, instead of by ``write_kv``."""
 

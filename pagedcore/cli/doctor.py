@@ -15,7 +15,7 @@ from pagedcore import __version__
 from pagedcore.cli.common import console, silence_transformers
 from pagedcore.config.memory_budget import format_memory
 from pagedcore.config.schemes import SCHEMES
-from pagedcore.errors import InvalidConfig, ModelNotSupported
+from pagedcore.errors import InvalidConfig, ModelNotSupported, PagedcoreError
 
 if TYPE_CHECKING:
     from pagedcore.execution.machine import Machine
@@ -141,10 +141,20 @@ def machine_facts(machine: Machine) -> dict[str, str]:
         "w4a8 products": describe_byte_groups(),
         "memory": f"{machine.memory_bytes / 2**30:.1f} GiB",
         "GPUs": _gpus() or "none found",
-        'device="cuda"': why_no_cuda() or "available; tested on an H200 alone",
+        'device="cuda"': why_no_cuda() or _driver_fault() or "available; tested on an H200 alone",
         "CUDA kernels": f"cannot be built: {missing} not found; install pagedcore[{EXTRA}]" if missing
                         else "can be built here",
     }
+
+
+def _driver_fault() -> str | None:
+    """Say why this GPU's driver runs no kernel that is compiled here."""
+    from pagedcore_kernels.cuda.driver import why_driver_too_old
+
+    try:
+        return why_driver_too_old()
+    except PagedcoreError as error:
+        return str(error)
 
 
 def versions() -> dict[str, str]:

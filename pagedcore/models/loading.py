@@ -24,9 +24,11 @@ from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, describe
 from pagedcore.models.checkpoints.hub import find_on_hub
 from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
-from pagedcore.protocols import AttentionFactory, LinearFactory, ModelBackend, Tokenizer
+from pagedcore.protocols import AttentionFactory, ChecksAhead, LinearFactory, ModelBackend, Tokenizer
 
 if TYPE_CHECKING:
+    import torch
+
     from pagedcore.execution.devices import Device
     from pagedcore.models.blueprint import Blueprint
     from pagedcore.models.checkpoints.packed_file import PackedFile
@@ -135,7 +137,7 @@ def _backend(
 
     # Why: all that can be refused without the model is, before it is loaded.
     device = devices.find_device(config.device)
-    name, attention = _attention(config, device, load)
+    name, attention = _attention(config, device, load, None if is_named else model)
     model = model_source(model) if is_named else model
     stored = stored_format(model) if is_named else None
     is_quantized = stored is not None and stored.scheme != "none"
@@ -250,8 +252,12 @@ def _quantization(config: EngineConfig, stored: StoredFormat | None) -> str:
     return stored.scheme
 
 
-def _attention(config: EngineConfig, device: Device, load: Loader) -> tuple[str, Any]:
-    """Return the attention factory for a device, and its name. Raises ``InvalidConfig`` for one that it cannot use."""
+def _attention(config: EngineConfig, device: Device, load: Loader, loaded: Any) -> tuple[str, Any]:
+    """Return the attention factory for a device, and its name; ``loaded`` is the model if there is one already.
+
+    Raises:
+        InvalidConfig: the device or the model cannot use it.
+    """
     from pagedcore.models.transformers_model import layout_maker, requirements_of
 
     name = _attention_name(config, device.default_attention)
@@ -262,7 +268,19 @@ def _attention(config: EngineConfig, device: Device, load: Loader) -> tuple[str,
             f"Leave it at 'auto', or set device={kinds[0]!r}."
         )
     layout_maker(attention, config.kv_cache_dtype)
+    if isinstance(attention, ChecksAhead):
+        attention.check_ahead(_dtype_ahead(loaded, config, device))
     return name, attention
+
+
+def _dtype_ahead(loaded: Any, config: EngineConfig, device: Device) -> torch.dtype:
+    """Return the number format that weights will be in; ``loaded`` is the model if there is one already."""
+    from pagedcore.models.checkpoints.pretrained import resolve_dtype
+    from pagedcore.models.families.model_facts import format_and_device
+
+    if config.dtype == "auto" and loaded is not None:
+        return format_and_device(loaded)[0]
+    return resolve_dtype(device.default_dtype if config.dtype == "auto" else config.dtype)
 
 
 def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device: Device, quantization: str) -> Any:

@@ -114,7 +114,8 @@ def shipped_kernels(machine: Machine, version: int = 13000) -> Iterator[DriverAp
     def find(library: KernelLibrary, name: str, arch: str) -> KernelImage:
         source, ptx = compiled(name, arch)
         image = f"{name}\n{ptx}".encode()
-        return KernelImage(name, arch, name, source.threads, source.shared_bytes, 32, {}, image)
+        made_by = {"nvidia-nvjitlink": "13.0.88"}
+        return KernelImage(name, arch, name, source.threads, source.shared_bytes, 32, made_by, image)
 
     with patch("pagedcore_kernels.cuda.driver._bindings", lambda: api), patch.object(KernelLibrary, "find", find):
         yield api

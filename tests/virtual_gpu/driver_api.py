@@ -19,8 +19,7 @@ from pagedcore_ptxsim.errors import PtxFault
 from virtual_gpu.machine import Item, Machine
 from virtual_gpu.tensors import memory_of
 
-INVALID_VALUE, OUT_OF_MEMORY, NO_DEVICE, INVALID_CONTEXT, INVALID_IMAGE = 1, 2, 100, 201, 200
-INVALID_HANDLE, ILLEGAL_ADDRESS, LAUNCH_FAILED = 400, 700, 719
+INVALID_VALUE, INVALID_DEVICE, INVALID_CONTEXT, INVALID_HANDLE, NOT_FOUND, ILLEGAL_ADDRESS = 1, 101, 201, 400, 500, 700
 _DEFAULT_SHARED = 48 * 1024
 _LETTERS: dict[str, Any] = {"Q": ctypes.c_uint64, "I": ctypes.c_uint32, "i": ctypes.c_int32, "f": ctypes.c_float}
 
@@ -33,9 +32,12 @@ class IllegalAddress(Exception):
 
 @dataclass(frozen=True)
 class Context:
-    """A GPU's primary context."""
+    """A GPU's primary context; a thread without one has that of number -1."""
 
     index: int
+
+    def __int__(self) -> int:
+        return self.index + 1
 
 
 @dataclass
@@ -77,6 +79,7 @@ class DriverApi:
     def __init__(self, machine: Machine, version: int = 13000) -> None:
         self._machine, self.version = machine, version
         self.calls: Counter[str] = Counter()
+        self.last_launch: tuple[Any, ...] = ()
         self.launched: Counter[str] = Counter()
         self.retained: Counter[int] = Counter()
         self.modules: list[Module] = []
@@ -84,8 +87,8 @@ class DriverApi:
         """What the next launches return instead of being made; 700 and above end the context."""
 
     @property
-    def _context(self) -> Context | None:
-        return Context(self._machine.device) if self._machine.has_context else None
+    def _context(self) -> Context:
+        return Context(self._machine.device if self._machine.has_context else -1)
 
     def cuInit(self, flags: int) -> tuple[int]:
         return (0,)
@@ -94,7 +97,7 @@ class DriverApi:
         return 0, self.version
 
     def cuDeviceGet(self, index: int) -> tuple[int, int]:
-        return (0, index) if 0 <= index < self._machine.num_devices else (101, 0)
+        return (0, index) if 0 <= index < self._machine.num_devices else (INVALID_DEVICE, 0)
 
     def cuDeviceGetAttribute(self, attribute: str, device: int) -> tuple[int, int]:
         machine = self._machine
@@ -115,28 +118,25 @@ class DriverApi:
         return (0,)
 
     def cuCtxSetCurrent(self, context: Context) -> tuple[int]:
-        self.calls["cuCtxSetCurrent"] += 1
         self._machine.device = context.index
         return (0,)
 
-    def cuCtxGetCurrent(self) -> tuple[int, Context | None]:
+    def cuCtxGetCurrent(self) -> tuple[int, Context]:
         return 0, self._context
 
     def cuCtxPushCurrent(self, context: Context) -> tuple[int]:
         self._machine.push(context.index)
         return (0,)
 
-    def cuCtxPopCurrent(self) -> tuple[int, Context | None]:
+    def cuCtxPopCurrent(self) -> tuple[int, Context]:
         before = self._context
         self._machine.pop()
         return 0, before
 
     def cuModuleLoadData(self, image: bytes) -> tuple[int, Module | None]:
         self.calls["cuModuleLoadData"] += 1
-        if self._context is None:
+        if not int(self._context):
             return INVALID_CONTEXT, None
-        if self.version // 1000 < self._machine.image_major:
-            return INVALID_IMAGE, None
         name, _, ptx = image.decode().partition("\n")
         self.modules.append(Module(self._context, name, ptx))
         return 0, self.modules[-1]
@@ -146,18 +146,13 @@ class DriverApi:
         return (0,)
 
     def cuModuleGetFunction(self, module: Module, entry: bytes) -> tuple[int, Function | None]:
-        return (0, Function(module)) if entry.decode() == module.name else (500, None)
+        return (0, Function(module)) if entry.decode() == module.name else (NOT_FOUND, None)
 
     def cuFuncSetAttribute(self, function: Function, attribute: str, value: int) -> tuple[int]:
         if value > self._machine.shared_bytes:
             return (INVALID_VALUE,)
         function.most_shared = value
         return (0,)
-
-    def cuOccupancyMaxActiveBlocksPerMultiprocessor(
-        self, function: Function, threads: int, shared: int
-    ) -> tuple[int, int]:
-        return 0, max(1, min(2048 // threads, (self._machine.shared_bytes + 1024) // max(1, shared + 1024)))
 
     def cuLaunchKernel(
         self, function: Function, x: int, y: int, z: int, bx: int, by: int, bz: int, shared: int, stream: int,
@@ -171,7 +166,7 @@ class DriverApi:
             return (self.launch_status,)
         if machine.failure is not None:
             return (ILLEGAL_ADDRESS,)
-        if context is None:
+        if not int(context):
             return (INVALID_CONTEXT,)
         queue = machine.stream_of_handle(stream, context.index)
         if function.module.context != context or queue is None or not function.module.is_loaded:
@@ -182,6 +177,7 @@ class DriverApi:
         machine.counts["kernel launches"] += 1
         # Why now: a driver has copied the parameters when the call returns.
         values = _read(pointers, parameters_of(name))
+        self.last_launch = x, bx, shared, stream, *values
         order = np.random.default_rng(self.launched.total()).permutation(x).tolist()
 
         def run() -> None:

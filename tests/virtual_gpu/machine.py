@@ -65,8 +65,6 @@ class Machine:
     capability = 9, 0
     num_sms = 8
     shared_bytes = 232448
-    image_major = 13
-    """The major version of CUDA that compiled kernels need of a driver."""
 
     def __init__(
         self, *, is_late: bool = True, memory_bytes: int = 2**33,

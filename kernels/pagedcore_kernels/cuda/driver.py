@@ -8,15 +8,19 @@ allocation on the device, no synchronisation, nothing that cannot be captured in
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import struct
-from collections.abc import Callable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, Protocol
 
 import torch
 
 from pagedcore_kernels.cuda.build.images import KernelImage
 from pagedcore_kernels.cuda.build.library import KernelLibrary
-from pagedcore_kernels.cuda.build.toolchain import require_bindings
+from pagedcore_kernels.cuda.build.toolchain import compiler_versions, missing_compiler_parts, require_bindings
 from pagedcore_kernels.cuda.build.variants import parameters_of
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 
@@ -94,14 +98,59 @@ class ParameterBlock:
             raise InternalError(f"CUDA launch: arguments do not fit the kernel: {error}.") from None
 
 
+def why_driver_too_old() -> str | None:
+    """Return why kernels compiled here do not load on this machine's GPUs; ``None`` if they do, or cannot be asked.
+
+    A driver loads what was compiled for its own major version of CUDA and for older ones.
+
+    Raises:
+        MissingDependency: cuda-bindings is not installed.
+    """
+    return None if missing_compiler_parts() else _too_old(_bindings(), compiler_versions())
+
+
+def _too_old(api: Any, compiled_by: dict[str, str]) -> str | None:
+    made, version = compiled_by.get("nvidia-nvjitlink", ""), int(_checked(api.cuDriverGetVersion()))
+    major = made.partition(".")[0]
+    if not major.isdigit() or version // 1000 >= int(major):
+        return None
+    return (
+        f"CUDA driver: this one is for CUDA {version // 1000}.{version % 1000 // 10}, allowed is {major}.0 or newer, "
+        f"as kernels are compiled with CUDA {made}. Update the NVIDIA driver."
+    )
+
+
+class _Module:
+    """A kernel in the memory of a GPU, unloaded when no driver has it any more."""
+
+    def __init__(self, api: Any, context: Any, image: KernelImage) -> None:
+        self.module = _checked(api.cuModuleLoadData(image.cubin))
+        # Why not at exit: then the context is gone, and with it all modules.
+        weakref.finalize(self, _unload, api, context, self.module).atexit = False
+        self.function = _checked(api.cuModuleGetFunction(self.module, image.entry.encode()))
+        if image.shared_bytes > _OPT_IN_ABOVE:
+            limit = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _checked(api.cuFuncSetAttribute(self.function, limit, image.shared_bytes))
+
+
+def _unload(api: Any, context: Any, module: Any) -> None:
+    api.cuCtxPushCurrent(context)
+    api.cuModuleUnload(module)
+    api.cuCtxPopCurrent()
+
+
+_MODULES: weakref.WeakValueDictionary[tuple[Any, ...], _Module] = weakref.WeakValueDictionary()
+"""What is loaded, by the driver's API, the GPU and the cubin."""
+_LOADING: Final = threading.Lock()
+
+
 class _LoadedKernel:
-    """A kernel on the GPU; keeps its module alive."""
+    """A kernel on the GPU with parameters of one driver's own; keeps its module alive."""
 
-    __slots__ = ("block", "function", "module", "shared_bytes", "threads")
+    __slots__ = ("block", "module", "shared_bytes", "threads")
 
-    def __init__(self, module: Any, function: Any, image: KernelImage) -> None:
+    def __init__(self, module: _Module, image: KernelImage) -> None:
         self.module = module
-        self.function = function
         self.threads = image.threads
         self.shared_bytes = image.shared_bytes
         self.block = ParameterBlock(parameters_of(image.name))
@@ -109,6 +158,9 @@ class _LoadedKernel:
 
 class CudaDriver:
     """The real GPU, through cuda-bindings, in the context that torch uses.
+
+    Invariant: the calling thread's current GPU is the same after a call as before, and no call needs one.
+    Invariant: drivers of one GPU share what is loaded there, and no arguments.
 
     Args:
         device: a CUDA device of torch.
@@ -129,14 +181,14 @@ class CudaDriver:
         self._library = library
         self._current_stream = current_stream or (lambda: int(torch.cuda.current_stream(device).cuda_stream))
         self._kernels: dict[str, _LoadedKernel] = {}
-        self._check(api.cuInit(0))
-        number = self._check(api.cuDeviceGet(device.index or 0))
-        # Why: torch's context is the primary one; holding it keeps it alive, and this thread may not have it yet.
-        self._context = self._check(api.cuDevicePrimaryCtxRetain(number))
-        self._check(api.cuCtxSetCurrent(self._context))
+        _checked(api.cuInit(0))
+        number = _checked(api.cuDeviceGet(device.index or 0))
+        # Why: torch's context is the primary one; holding it keeps it alive.
+        self._context = _checked(api.cuDevicePrimaryCtxRetain(number))
+        weakref.finalize(self, api.cuDevicePrimaryCtxRelease, number).atexit = False
         what = api.CUdevice_attribute
         major, minor, self.num_sms, self._max_shared = (
-            int(self._check(api.cuDeviceGetAttribute(attribute, number))) for attribute in (
+            int(_checked(api.cuDeviceGetAttribute(attribute, number))) for attribute in (
                 what.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                 what.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
                 what.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT,
@@ -146,12 +198,13 @@ class CudaDriver:
         self.capability = major, minor
         self.arch = f"sm_{major}{minor}"
         self._stream: Any = api.CUstream(0)
+        self._is_current = False
 
     def prepare(self, name: str) -> None:
         """Load a kernel; see ``Driver``.
 
         Raises:
-            InvalidConfig: the GPU has too little shared memory for it.
+            InvalidConfig: the GPU has too little shared memory for it, or its driver is older than what compiled it.
         """
         if name in self._kernels:
             return
@@ -161,31 +214,53 @@ class CudaDriver:
                 f"CUDA kernel {name}: it takes {image.shared_bytes} bytes of shared memory, this GPU gives a kernel "
                 f"{self._max_shared}. Choose another KV dtype or attention backend."
             )
-        api = self._api
-        module = self._check(api.cuModuleLoadData(image.cubin))
-        function = self._check(api.cuModuleGetFunction(module, image.entry.encode()))
-        if image.shared_bytes > _OPT_IN_ABOVE:
-            limit = api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            self._check(api.cuFuncSetAttribute(function, limit, image.shared_bytes))
-        self._kernels[name] = _LoadedKernel(module, function, image)
+        if (reason := _too_old(self._api, image.toolchain)) is not None:
+            raise InvalidConfig(f"{reason.removesuffix('.')}, or build kernels with an older compiler ({name}).")
+        key = self._api, self.device.index or 0, image.entry, hashlib.sha256(image.cubin).digest()
+        with _LOADING, self._in_context():
+            module = _MODULES.get(key)
+            if module is None:
+                module = _MODULES[key] = _Module(self._api, self._context, image)
+        self._kernels[name] = _LoadedKernel(module, image)
 
     def begin_step(self) -> None:
         """Note torch's current stream; see ``Driver``."""
-        self._check(self._api.cuCtxSetCurrent(self._context))
+        self._is_current = int(_checked(self._api.cuCtxGetCurrent())) == int(self._context)
         self._stream = self._api.CUstream(self._current_stream())
 
     def launch(self, name: str, num_ctas: int, arguments: Sequence[Argument]) -> None:
-        """Launch a prepared kernel; see ``Driver``."""
+        """Launch a prepared kernel; see ``Driver``.
+
+        Raises:
+            InternalError: the driver refused the launch, or something before it has failed; the message names both.
+        """
         kernel = self._kernels[name]
         kernel.block.fill(arguments)
-        status = self._api.cuLaunchKernel(
-            kernel.function, num_ctas, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, self._stream,
+        if self._is_current:
+            self._launch(kernel, name, num_ctas)
+        else:
+            with self._in_context():
+                self._launch(kernel, name, num_ctas)
+
+    def _launch(self, kernel: _LoadedKernel, name: str, num_ctas: int) -> None:
+        (status,) = self._api.cuLaunchKernel(
+            kernel.module.function, num_ctas, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, self._stream,
             kernel.block.pointers, 0,
         )
-        self._check(status)
+        if int(status) != 0:
+            raise InternalError(f"CUDA kernel {name}: its launch failed with status {int(status)} ({status!s}).")
 
-    def _check(self, result: tuple[Any, ...]) -> Any:
-        """Return what a call of the driver's API returned besides its status."""
-        if int(result[0]) != 0:
-            raise InternalError(f"CUDA driver: a call failed with status {int(result[0])} ({result[0]!s}).")
-        return result[1] if len(result) > 1 else None
+    @contextmanager
+    def _in_context(self) -> Iterator[None]:
+        _checked(self._api.cuCtxPushCurrent(self._context))
+        try:
+            yield
+        finally:
+            _checked(self._api.cuCtxPopCurrent())
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    """Return what a call of the driver's API returned besides its status."""
+    if int(result[0]) != 0:
+        raise InternalError(f"CUDA driver: a call failed with status {int(result[0])} ({result[0]!s}).")
+    return result[1] if len(result) > 1 else None

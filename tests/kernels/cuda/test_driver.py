@@ -1,11 +1,10 @@
-"""The launch path against a stub of the driver's API: what is called, in which order, and what never is."""
+"""The launch path on virtual GPUs: what is loaded, in which context, what a launch says, and what it never does."""
 
 from __future__ import annotations
 
-import ctypes
+import gc
+import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,124 +14,126 @@ from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage
 from pagedcore_kernels.cuda.build.library import KernelLibrary
 from pagedcore_kernels.cuda.build.variants import COPY_NAME
 from pagedcore_kernels.cuda.driver import CudaDriver, ParameterBlock
+from virtual_gpu.driver_api import DriverApi
+from virtual_gpu.machine import Machine
+from virtual_gpu.torch_cuda import virtual_gpus
 
-ATTRIBUTES = {"major": 9, "minor": 0, "sms": 132, "shared": 232448}
-
-
-class StubApi:
-    """Answers every call with success, notes its name, and at a launch reads the parameters as a GPU would."""
-
-    CUdevice_attribute = SimpleNamespace(
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR="major", CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR="minor",
-        CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT="sms", CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN="shared",
-    )
-    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES="dynamic")
-    CUstream = staticmethod(lambda handle: ("stream", handle))
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, tuple[Any, ...]]] = []
-        self.parameters: list[tuple[int, ...]] = []
-        self.status = 0
-
-    def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any) -> tuple[Any, ...]:
-            self.calls.append((name, arguments))
-            if name == "cuDeviceGetAttribute":
-                return 0, ATTRIBUTES[arguments[0]]
-            if name == "cuLaunchKernel":
-                self.parameters.append(read_parameters(arguments[9]))
-                return (self.status,)
-            return 0, name
-
-        return call
-
-    def names(self) -> list[str]:
-        return [name for name, _ in self.calls]
+COPY = """.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry copy(.param .u64 a, .param .u64 b, .param .u64 c, .param .u64 d, .param .u32 e) {
+    ret;
+}
+"""
 
 
-def read_parameters(pointers: int) -> tuple[int, ...]:
-    """The arguments of the copy kernel, four addresses and one uint32, through the array that the launch got."""
-    addresses = (ctypes.c_void_p * 5).from_address(pointers)
-    return (*(ctypes.c_uint64.from_address(a).value for a in addresses[:4]),
-            ctypes.c_uint32.from_address(addresses[4]).value)
+def driver(
+    tmp_path: Path, api: DriverApi, shared_bytes: int = 0, index: int = 0, made_by: str = "13.0.88"
+) -> CudaDriver:
+    """A driver with one prebuilt kernel, which does nothing."""
+    cubin = f"{COPY_NAME}\n{COPY}".encode()
+    ImageStore(tmp_path).write(
+        KernelImage(COPY_NAME, "sm_90", COPY_NAME, 256, shared_bytes, 32, {"nvidia-nvjitlink": made_by}, cubin))
+    return CudaDriver(torch.device("cuda", index), KernelLibrary([tmp_path], tmp_path / "none"), api)
 
 
-def image(shared_bytes: int = 0) -> KernelImage:
-    return KernelImage(COPY_NAME, "sm_90", "entry", 256, shared_bytes, 32, {}, b"cubin")
+def test_drivers_of_a_gpu_share_what_is_loaded(tmp_path: Path) -> None:
+    """A module is loaded once for each GPU, before a launch, and unloaded when nobody has it; so is the context."""
+    with virtual_gpus() as gpus:
+        api = DriverApi(gpus)
+        made = [driver(tmp_path, api, index=index) for index in (0, 0, 1)]
+        for one in made:
+            one.prepare(COPY_NAME)
+            one.prepare(COPY_NAME)
+        assert [module.context.index for module in api.modules] == [0, 1]
+        assert api.retained == {0: 2, 1: 1}
+        for _ in range(3):
+            made[0].launch(COPY_NAME, 5, (1, 2, 3, 4, 5))
+        assert api.calls == {"cuModuleLoadData": 2, "cuLaunchKernel": 3}
+        del made[0], one
+        gc.collect()
+        assert [module.is_loaded for module in api.modules] == [True, True]
+        made.clear()
+        gc.collect()
+        assert [module.is_loaded for module in api.modules] == [False, False]
+        assert api.retained.total() == 0
 
 
-def driver(tmp_path: Path, shared_bytes: int = 0) -> tuple[CudaDriver, StubApi]:
-    """A driver over a stub, with one prebuilt kernel."""
-    ImageStore(tmp_path).write(image(shared_bytes))
-    api, streams = StubApi(), iter([7, 8, 9])
-    made = CudaDriver(torch.device("cuda", 0), KernelLibrary([tmp_path], tmp_path / "none"), api, lambda: next(streams))
-    return made, api
+@pytest.mark.parametrize("has_context", [True, False])
+def test_a_driver_works_from_any_thread_and_changes_no_current_gpu(has_context: bool, tmp_path: Path) -> None:
+    """Kernels of the second GPU are loaded and launched while the first is current, and where none is."""
+    with virtual_gpus() as gpus:
+        api, found = DriverApi(gpus), []
 
+        def work() -> None:
+            if has_context:
+                torch.ones(1, device="cuda:0")
+                torch.cuda.set_device(0)
+            made = driver(tmp_path, api, index=1)
+            made.prepare(COPY_NAME)
+            made.begin_step()
+            made.launch(COPY_NAME, 1, (0, 0, 0, 0, 0))
+            found.extend([gpus.has_context, gpus.device, gpus.default_stream(1).put])
 
-def test_a_kernel_is_loaded_once_and_before_it_is_launched(tmp_path: Path) -> None:
-    """Preparing twice loads one module; nothing is loaded by a launch."""
-    made, api = driver(tmp_path)
-    made.prepare(COPY_NAME)
-    made.prepare(COPY_NAME)
-    assert api.names()[-2:] == ["cuModuleLoadData", "cuModuleGetFunction"]
-    assert api.names().count("cuModuleLoadData") == 1
-
-
-def test_a_launch_is_one_call(tmp_path: Path) -> None:
-    """A launch calls the driver once: no allocation, no copy, no synchronisation, no module."""
-    made, api = driver(tmp_path)
-    made.prepare(COPY_NAME)
-    made.begin_step()
-    api.calls.clear()
-    for _ in range(3):
-        made.launch(COPY_NAME, 5, (1, 2, 3, 4, 5))
-    assert api.names() == ["cuLaunchKernel"] * 3
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert found == [has_context, 0, 1]
 
 
 def test_a_launch_passes_grid_threads_stream_and_arguments(tmp_path: Path) -> None:
-    """What a GPU reads through the launch's pointers is what was given; tensors are their addresses, None is 0."""
-    made, api = driver(tmp_path)
-    made.prepare(COPY_NAME)
-    made.begin_step()
-    tensor = torch.zeros(4)
-    made.launch(COPY_NAME, 5, (tensor, None, 2**63, 4, 2**32 - 1))
-    assert api.calls[-1][1][:9] == ("cuModuleGetFunction", 5, 1, 1, 256, 1, 1, 0, ("stream", 7))
-    assert api.parameters == [(tensor.data_ptr(), 0, 2**63, 4, 2**32 - 1)]
-
-
-def test_the_stream_is_torchs_of_this_step(tmp_path: Path) -> None:
-    """The current stream is asked for once a step, not at every launch."""
-    made, api = driver(tmp_path)
-    made.prepare(COPY_NAME)
-    for stream in (7, 8):
-        made.begin_step()
-        for _ in range(2):
-            made.launch(COPY_NAME, 1, (0, 0, 0, 0, 0))
-            assert api.calls[-1][1][8] == ("stream", stream)
+    """What a GPU reads through the launch's pointers is what was given; tensors are their addresses, None is 0. The
+    stream is torch's at the beginning of the step."""
+    with virtual_gpus() as gpus:
+        api = DriverApi(gpus)
+        made, tensor, side = driver(tmp_path, api), torch.zeros(4, device="cuda"), torch.cuda.Stream()
+        made.prepare(COPY_NAME)
+        with torch.cuda.stream(side):
+            made.begin_step()
+        made.launch(COPY_NAME, 5, (tensor, None, 2**63, 4, 2**32 - 1))
+        assert api.last_launch == (5, 256, 0, side.cuda_stream, tensor.data_ptr(), 0, 2**63, 4, 2**32 - 1)
+        assert side.put == 1
 
 
 def test_large_shared_memory_is_asked_for_when_loading(tmp_path: Path) -> None:
-    """Beyond 48 KiB the function's limit is raised at load, where a launch would fail without it."""
-    made, api = driver(tmp_path, shared_bytes=100_000)
-    made.prepare(COPY_NAME)
-    assert api.calls[-1] == ("cuFuncSetAttribute", ("cuModuleGetFunction", "dynamic", 100_000))
-
-
-def test_a_kernel_too_large_for_the_gpu_is_refused(tmp_path: Path) -> None:
-    """More shared memory than the GPU has is an InvalidConfig with both numbers, before anything is loaded."""
-    made, api = driver(tmp_path, shared_bytes=300_000)
-    with pytest.raises(InvalidConfig, match=r"300000 .* 232448"):
+    """Beyond 48 KiB the function's limit is raised at load, without which a launch fails; more than the GPU has is an
+    InvalidConfig with both numbers, before anything is loaded."""
+    with virtual_gpus() as gpus:
+        api = DriverApi(gpus)
+        made = driver(tmp_path, api, shared_bytes=100_000)
         made.prepare(COPY_NAME)
-    assert "cuModuleLoadData" not in api.names()
+        made.launch(COPY_NAME, 1, (0, 0, 0, 0, 0))
+        with pytest.raises(InvalidConfig, match=r"300000 .* 232448"):
+            driver(tmp_path, api, shared_bytes=300_000).prepare(COPY_NAME)
+        assert len(api.modules) == 1
+
+
+@pytest.mark.parametrize(("version", "is_allowed"), [(12080, False), (13000, True), (14020, True)])
+def test_a_driver_older_than_the_compiler_is_refused(version: int, is_allowed: bool, tmp_path: Path) -> None:
+    """It would refuse the cubin without saying why; newer ones load what older compilers made."""
+    with virtual_gpus() as gpus:
+        api = DriverApi(gpus, version)
+        made = driver(tmp_path, api, made_by="13.4.92")
+        if is_allowed:
+            made.prepare(COPY_NAME)
+        else:
+            with pytest.raises(InvalidConfig, match=r"for CUDA 12\.8, allowed is 13\.0 or newer.*CUDA 13\.4\.92"):
+                made.prepare(COPY_NAME)
+        assert len(api.modules) == is_allowed
 
 
 def test_a_failing_launch_is_an_error(tmp_path: Path) -> None:
-    """A status other than success is raised with its number."""
-    made, api = driver(tmp_path)
-    made.prepare(COPY_NAME)
-    api.status = 700
-    with pytest.raises(InternalError, match="700"):
-        made.launch(COPY_NAME, 1, (0, 0, 0, 0, 0))
+    """A status other than success is raised with its number and the kernel's name; a kernel that touches what is not
+    the GPU's shows when somebody waits."""
+    with virtual_gpus(Machine()) as gpus:
+        api = DriverApi(gpus)
+        made = driver(tmp_path, api)
+        made.prepare(COPY_NAME)
+        made.launch(COPY_NAME, 1, (2**40, 0, 0, 0, 0))
+        with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+            torch.cuda.synchronize()
+        with pytest.raises(InternalError, match=r"copy: .* 700"):
+            made.launch(COPY_NAME, 1, (0, 0, 0, 0, 0))
 
 
 @pytest.mark.parametrize("arguments", [(0, 0, 0, 0), (0, 0, 0, 0, 0, 0), (-1, 0, 0, 0, 0), (0, 0, 0, 0, 2**32)])

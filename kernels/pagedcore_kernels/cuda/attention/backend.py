@@ -18,7 +18,7 @@ from pagedcore_kernels.cuda.attention.work_lists import Visibility
 from pagedcore_kernels.cuda.build.library import KernelLibrary
 from pagedcore_kernels.cuda.build.toolchain import require_bindings
 from pagedcore_kernels.cuda.build.variants import COPY_NAME, attention_name, needed_capability, supports, write_name
-from pagedcore_kernels.cuda.driver import Argument, CudaDriver, Driver
+from pagedcore_kernels.cuda.driver import Argument, CudaDriver, Driver, why_driver_too_old
 from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
 from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep, StepFrame
 from pagedcore_kernels.cuda.shapes import LOG2_E, ROW_THREADS, SLICE_BYTES, AttentionShape
@@ -29,6 +29,7 @@ from pagedcore_kernels.layout import TokenMajorLayout
 # Why: the plugin table finds out whether a backend can be had by importing it.
 require_bindings()
 
+_MODEL_FORMATS: Final = (torch.bfloat16, torch.float16)
 _COPY_CTAS: Final = 512
 """CTAs of a copy, where there are so many slices; enough to fill any GPU."""
 
@@ -97,6 +98,19 @@ class NumbaCudaAttention:
     def preferred_block_size(dtype: torch.dtype) -> int:
         """Tokens per block if nothing else decides."""
         return 16
+
+    @staticmethod
+    def check_ahead(dtype: torch.dtype) -> None:
+        """Refuse models in other formats than 16 bits, and a driver that is too old for kernels compiled here; see
+        ``ChecksAhead``.
+        """
+        if dtype not in _MODEL_FORMATS:
+            raise InvalidConfig(
+                f"dtype: got {str(dtype).removeprefix('torch.')}, allowed for {NumbaCudaAttention.name} are bfloat16 "
+                "and float16. Leave dtype at 'auto' for a model that is loaded by name, or load it in bfloat16."
+            )
+        if (reason := why_driver_too_old()) is not None:
+            raise InvalidConfig(reason)
 
     def plan(self, batch: RaggedRows) -> None:
         """Check the batch, cut its work and copy both to the device; see ``AttentionBackend``.
@@ -243,7 +257,7 @@ def _check_layout(layout: TokenMajorLayout) -> None:
     name = NumbaCudaAttention.name
     if not isinstance(layout, TokenMajorLayout):
         raise InvalidConfig(f"KV layout: got {type(layout).__name__}, allowed for {name} is TokenMajorLayout.")
-    if layout.dtype not in FORMATS or layout.model_dtype not in (torch.bfloat16, torch.float16):
+    if layout.dtype not in FORMATS or layout.model_dtype not in _MODEL_FORMATS:
         raise InvalidConfig(
             f"KV dtype: got {layout.dtype} for a model in {layout.model_dtype}, allowed for {name} are bfloat16 and "
             "float16, and pools of float8_e4m3fn and int8. Load the model in bfloat16."
