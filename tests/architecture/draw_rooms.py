@@ -24,7 +24,7 @@ WORDS: dict[str, str] = {
     "execution": "a plan becomes tokens", "linears": "weights, products", "attention": "paged attention",
     "families": "known kinds", "checkpoints": "files to weights", "decoders": "modules to a step",
     "models": "a ModelBackend",
-    "kv_cache": "which block holds what", "scheduler": "who runs next",
+    "drafting": "what may follow", "kv_cache": "which block holds what", "scheduler": "who runs next",
     "tokenizer": "text, tokens, chats", "structured": "grammars and masks",
     "ground": "errors, outputs, ports", "demo_model": "weights in the wheel", "config": "settings, limits",
     "vocabulary": "parameters, sequences",

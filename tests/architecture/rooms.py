@@ -22,6 +22,7 @@ STOREYS: dict[str, dict[str, tuple[str, ...]]] = {
         "tool_calls": ("tool_calls",),
     },
     "scheduling": {
+        "drafting": ("drafting",),
         "kv_cache": ("kv_cache",),
         "scheduler": ("scheduler",),
     },

@@ -1,0 +1,115 @@
+"""How many drafts are worth a row: what is likely from how the latest ones did, against what a row costs.
+
+Pure numbers, so that whoever plans a step, predicts or replays one decides in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+from typing import Final, NamedTuple
+
+_FORGETTING: Final = 0.9
+"""Weight of the past at each step with drafts: about the last ten count."""
+_FIRST_WEIGHT: Final = 2.0
+"""The first guess counts like so many steps."""
+_FIRST_PAUSE: Final = 8
+_LONGEST_PAUSE: Final = 64
+"""Tokens from a step with drafts until they are tried again although they seem worth nothing: twice as many each time
+that none was right."""
+
+
+class Chances(NamedTuple):
+    """How likely drafts are right, each from 0 to 1."""
+
+    first: float
+    further: float
+    """Of one whose predecessor was right. It is higher: where a text begins to repeat itself, it goes on."""
+
+
+NO_CHANCES: Final = Chances(0.0, 0.0)
+_FIRST_GUESS: Final = Chances(0.5, 0.85)
+"""Measured on the streams of ``benchmarks/speculation.py``, all kinds together."""
+_LONG_MATCH_GUESS: Final = Chances(0.7, 0.8)
+
+
+@dataclass(slots=True)
+class Record:
+    """How the drafts of one sequence did.
+
+    Invariant: what it says depends on what was observed and on the number of tokens asked for alone, so a plan that is
+    made again is the same.
+    """
+
+    num_first_right: float = _FIRST_WEIGHT * _FIRST_GUESS.first
+    num_first: float = _FIRST_WEIGHT
+    num_further_right: float = _FIRST_WEIGHT * _FIRST_GUESS.further
+    num_further: float = _FIRST_WEIGHT
+    pause: int = _FIRST_PAUSE
+    tried_again_at: int = 0
+    """With so many tokens the first guess is taken again, if it is higher."""
+
+    def observe(self, num_tokens: int, num_offered: int, num_kept: int) -> None:
+        """Learn how the drafts of a step did.
+
+        Args:
+            num_tokens: of the sequence after the step.
+            num_offered: drafts of the step, at least 1.
+            num_kept: those that were right, up to the first that was not.
+        """
+        is_right = num_kept > 0
+        self.num_first_right = _FORGETTING * self.num_first_right + is_right
+        self.num_first = _FORGETTING * self.num_first + 1
+        if is_right:
+            # Why: behind the first wrong one nothing is known.
+            self.num_further_right = _FORGETTING * self.num_further_right + num_kept - 1
+            self.num_further = _FORGETTING * self.num_further + min(num_offered - 1, num_kept)
+        self.pause = _FIRST_PAUSE if is_right else min(_LONGEST_PAUSE, 2 * self.pause)
+        self.tried_again_at = num_tokens + self.pause
+
+    def chances(self, num_tokens: int, *, is_long_match: bool = False) -> Chances:
+        """Say how likely drafts are right.
+
+        Args:
+            num_tokens: of the sequence now.
+            is_long_match: whether they go on with a text that is the same for long.
+        """
+        first, further = self.num_first_right / self.num_first, self.num_further_right / max(self.num_further, 1e-9)
+        least = NO_CHANCES
+        if is_long_match:
+            least = _LONG_MATCH_GUESS
+        elif num_tokens >= self.tried_again_at:
+            least = _FIRST_GUESS
+        return Chances(max(first, least.first), max(further, least.further))
+
+
+def share_out(
+    chances: Sequence[Chances], rooms: Sequence[int], room: int, *, num_sampled: int, step_s: float, row_s: float,
+) -> list[int]:
+    """Return how many drafts each sequence should have, so that the tokens of the step per second are most.
+
+    A draft is worth its row while the chance that it is kept is more than what the row costs in tokens: in a full
+    batch, where a row costs about what a token does, none is.
+
+    Args:
+        chances: of each sequence.
+        rooms: the most that each may have.
+        room: the most of all together.
+        num_sampled: tokens that the step draws without drafts.
+        step_s: what it takes without drafts.
+        row_s: what one more row takes.
+    """
+    counts, tokens, seconds = [0] * len(chances), float(num_sampled), step_s
+    # Why: each draft is less likely than the one before it, so the likeliest of all that come next is the best.
+    heap = [(-one.first, place) for place, one in enumerate(chances) if rooms[place] > 0]
+    heapify(heap)
+    while heap and room > 0:
+        likely, place = -heap[0][0], heap[0][1]
+        if likely * seconds <= tokens * row_s:
+            break
+        tokens, seconds, room = tokens + likely, seconds + row_s, room - 1
+        counts[place] += 1
+        is_full = counts[place] >= rooms[place]
+        heapreplace(heap, (0.0 if is_full else -likely * chances[place].further, place))
+    return counts
