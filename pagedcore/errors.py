@@ -280,6 +280,10 @@ class RequestFailed(PagedcoreError):
     """One accepted request ended with ``finish_reason="error"``; the others are unaffected."""
 
 
+class InvalidDrafts(PagedcoreError):
+    """What proposes tokens that may follow has failed, or a model failed that computed some; only speed is lost."""
+
+
 class StepFailed(RequestFailed):
     """The model failed while computing the batch that held this request."""
 

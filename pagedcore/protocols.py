@@ -5,7 +5,7 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
 
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
                     NamesVariablePart  DecodesGreedily  HasGenerationConfig  ReturnsHidden
-                    HasEmbeddingDefaults  HasTextHead
+                    HasEmbeddingDefaults  HasTextHead  TakesPositionsBack
     Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
     attention       AttentionRequirements  StoresInt8, ChecksAhead (the factory)  ShowsKVPool (the backend)
 """
@@ -307,6 +307,19 @@ class NamesVariablePart(Protocol):
     @property
     def variable_part(self) -> str:
         """What makes results depend on the schedule; empty if nothing does."""
+
+
+@runtime_checkable
+class TakesPositionsBack(Protocol):
+    """A model backend that can compute tokens of a sequence that then do not follow; of others it is assumed that they
+    cannot, and there are no drafts.
+    """
+
+    @property
+    def takes_positions_back(self) -> bool:
+        """Whether the last positions of a sequence may be computed again with other tokens, with the same results as if
+        they had been computed once, and logits of several tokens of one sequence are returned.
+        """
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final, TypedDict
 
-from pagedcore.config.field_rules import LABEL, PRIORITY, Check, FieldRule, number, seconds
+from pagedcore.config.field_rules import BOOLEAN, LABEL, PRIORITY, Check, FieldRule, number, seconds
 from pagedcore.config.keywords import refuses_unknown
 from pagedcore.config.limits import MAX_SALT_BYTES, MAX_TIMEOUT_S, MAX_WEIGHT
 from pagedcore.errors import InvalidSalt, UnknownParameter
@@ -78,6 +78,7 @@ class CallersKeywords(TypedDict, total=False):
     deadline_s: float | None
     ttft_ms: float | None
     tpot_ms: float | None
+    speculate: bool
 
 
 class OptionKeywords(CallersKeywords, total=False):
@@ -127,6 +128,9 @@ class RequestOptions:
     tpot_ms: float | None = _option(None, _TARGET_MS.check, reader=Reader.TARGETS, schema=_MILLISECONDS)
     """The longest mean time from token to token, likewise: while this request runs, steps compute fewer tokens of
     prompts."""
+    speculate: bool = _option(True, BOOLEAN.check, schema={
+        "type": "boolean", "description": "Whether tokens may be guessed ahead; the answer is the same."})
+    """Whether this request's tokens may be guessed ahead, in an engine with ``speculation``; its answer is the same."""
     salt: bytes = field(init=False, repr=False)
     """The salt as it enters cache keys; empty for requests without one."""
 

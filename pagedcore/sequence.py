@@ -210,10 +210,14 @@ class Sequence:
     def append_token(self, token_id: int) -> FinishReason | None:
         """Append a generated token; return why it ends the turn, or ``None``."""
         self.token_ids.append(token_id)
+        return self.end_at(token_id, self.num_output_tokens)
+
+    def end_at(self, token_id: int, num_output_tokens: int) -> FinishReason | None:
+        """Say why a token ends the turn as the last one of so many, or ``None``."""
         is_stop = token_id in self.stop_token_ids and token_id in self.end_token_ids
-        if is_stop and self.num_output_tokens >= self.params.min_tokens:
+        if is_stop and num_output_tokens >= self.params.min_tokens:
             return "stop"
-        return "length" if self.num_output_tokens >= self.max_tokens else None
+        return "length" if num_output_tokens >= self.max_tokens else None
 
     def begin_turn(self, new_token_ids: list[int], params: SamplingParams, *, max_tokens: int,
                    stop_token_ids: frozenset[int], arrival: int, arrival_s: float = 0.0,

@@ -17,6 +17,7 @@ from pagedcore.config.config_file import read_settings
 from pagedcore.config.limits import MAX_SEED, MAX_WAIT_MS
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, parse_memory
 from pagedcore.config.schemes import SCHEMES, listed
+from pagedcore.config.speculation import SPECULATION
 from pagedcore.errors import InvalidConfig, describe_name, did_you_mean
 
 _MAX_WAIT_MS: Final = 50.0
@@ -24,13 +25,13 @@ BESIDE_SETTINGS: Final = ("config", "plugins", "stream_interval_s", "dead_after_
 """Keywords of ``from_pretrained``, an ``AsyncEngine``'s among them, that are no settings."""
 _ALIASES: Final = {"max_batch_size": "max_num_seqs", "max_batch_tokens": "max_num_batched_tokens"}
 _ONE_DEVICE: Final = "An engine computes on one device; start several processes to use more."
-_NO_GUESSES: Final = "There is no speculative decoding."
+_OWN_GUESSES: Final = 'Say speculation="auto"; there is no second model that guesses.'
 _NAMED: Final = listed(f'"{name}"' for name in SCHEMES)
 _BITS: Final = f"Say quantization={_NAMED}; files that are quantised say it themselves."
 _OF_OTHERS: Final = {
     "enable_lora": "Adapters are not read; merge them into the weights first.",
     "tensor_parallel_size": _ONE_DEVICE, "pipeline_parallel_size": _ONE_DEVICE, "data_parallel_size": _ONE_DEVICE,
-    "speculative_config": _NO_GUESSES, "speculative_model": _NO_GUESSES, "num_speculative_tokens": _NO_GUESSES,
+    "speculative_config": _OWN_GUESSES, "speculative_model": _OWN_GUESSES, "num_speculative_tokens": _OWN_GUESSES,
     "quantization_config": _BITS, "load_in_8bit": _BITS, "load_in_4bit": _BITS,
     "gpu_memory_utilization": 'Say kv_cache_memory="4GiB", or num_kv_blocks.',
     "swap_space": 'Say host_kv_memory="4GiB".',
@@ -81,6 +82,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "trust_remote_code": rules.BOOLEAN,
     "check_invariants": rules.BOOLEAN,
     "flight_recorder": rules.one_of("off", "on", "tokens"),
+    "speculation": SPECULATION,
     "seed": rules.integer(0, MAX_SEED),
 }
 
@@ -196,6 +198,9 @@ class EngineConfig:
     """"on" keeps the last steps' decisions for ``Engine.dump_recording``, in about 64 MiB at most, and dumps them by
     itself when a step fails or nothing progresses; "tokens" also writes token ids and sampling parameters, so that
     single points can be computed again; "off" keeps nothing."""
+    speculation: str | Mapping[str, Any] = field(default="off", hash=False)
+    """Whether a step computes several tokens of a completion where they can be guessed: answers are the same, and come
+    sooner. "auto" where the model can, "off" nowhere; ``{"sources": ["text"], "most": 8}`` as said, or refused."""
     seed: int = 0
     """Seeds of requests without one are derived from it."""
 

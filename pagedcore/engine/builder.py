@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 from pagedcore.config.engine_config import BESIDE_SETTINGS, EngineConfig, own_names
 from pagedcore.config.field_rules import invalid_setting
 from pagedcore.config.limits import MAX_SCORED_BYTES
+from pagedcore.config.speculation import rules_of
+from pagedcore.drafting.drafts import SOURCES as DRAFTS_FROM
+from pagedcore.drafting.drafts import Drafts
 from pagedcore.embedding_defaults import EmbeddingDefaults
 from pagedcore.engine.kv_memory import KVMemory, context_length
 from pagedcore.errors import InvalidConfig
@@ -41,6 +44,7 @@ from pagedcore.protocols import (
     ModelFingerprint,
     NamesVariablePart,
     ReturnsHidden,
+    TakesPositionsBack,
     UsesTorchThreads,
 )
 from pagedcore.requests.input_processor import InputProcessor
@@ -48,6 +52,7 @@ from pagedcore.requests.observers import EngineObserver
 from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.policy_guard import make_policy
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.speculation import Speculation
 from pagedcore.structured.grammars import Grammars
 from pagedcore.tool_calls.chat_format import ChatFormat
 from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
@@ -89,6 +94,8 @@ class EngineComponents:
     """As of ``HasShortContext``."""
     observers: tuple[EngineObserver, ...] = ()
     """What watches it from the start: laws (``check_invariants``), and promises if the policy makes some."""
+    speculation: str = "off"
+    """"on", or "off" with the reason."""
 
 
 def build_components(
@@ -154,6 +161,7 @@ def _assemble(
         gate=BatchGate(config.min_batch_size, config.max_wait_s), phases=config.phases,
         prefill_share=config.prefill_share,
     )
+    scheduler.speculation, speculation = _speculation(backend, config, scheduler)
     observers = _promise_deadlines(scheduler) if policy.promises else ()
     store, form = memory.store, kv_format(backend, memory.block_size)
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
@@ -167,8 +175,34 @@ def _assemble(
         memory.num_bytes, store, backend_fingerprint(backend), form,
         _identity(backend, form, info.max_model_len, tokenizer, config.chat_template, defaults),
         _chat_format(manager.registry, config, text),
-        backend.num_short_tokens if isinstance(backend, HasShortContext) else None, observers,
+        backend.num_short_tokens if isinstance(backend, HasShortContext) else None, observers, speculation,
     )
+
+
+def _speculation(
+    backend: ModelBackend, config: EngineConfig, scheduler: Scheduler
+) -> tuple[Speculation | None, str]:
+    """Return what gives rows drafts, and whether there is that, in words."""
+    rules = rules_of(config.speculation)
+    if rules is None:
+        return None, "off"
+    if reason := why_no_drafts(backend, config):
+        if rules.is_explicit:
+            raise InvalidConfig(f'speculation: got a mapping, allowed is "auto" or "off" here: {reason}.')
+        return None, f"off: {reason}"
+    source = Drafts([one for one in rules.sources if one in DRAFTS_FROM])
+    return Speculation(source, scheduler.costs, backend.vocab_size, rules.most), "on"
+
+
+def why_no_drafts(backend: ModelBackend, config: EngineConfig) -> str:
+    """Return why an engine of these gives no drafts; empty if it can."""
+    if not (isinstance(backend, TakesPositionsBack) and backend.takes_positions_back):
+        return "the model cannot take computed positions back"
+    if not backend.is_schedule_invariant:
+        return "results of the model depend on the schedule"
+    if description_of(backend).device_name:
+        return "the model runs on a GPU"
+    return ""
 
 
 def _generation_defaults(backend: ModelBackend, config: EngineConfig) -> GenerationDefaults:

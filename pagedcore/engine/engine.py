@@ -540,7 +540,13 @@ class Engine(JudgesTexts, TextVerbs):
             attention_backend=info.attention_backend,
             dtype=info.dtype,
             is_schedule_invariant=info.is_schedule_invariant,
+            speculation=self._speculation(),
         )
+
+    def _speculation(self) -> str:
+        speculation = self.scheduler.speculation
+        failure = speculation.failure if speculation is not None else None
+        return self.components.speculation if failure is None else f"off: {failure}"
 
     @property
     def is_stalled(self) -> bool:

@@ -163,8 +163,10 @@ class StepRunner:
         self._outputs.note_step()
         return plan
 
-    def _compute(self, most_tokens: int | None) -> SchedulePlan:
-        """Run the step, and once more with half of its tokens if memory lacked; what failed then ends its requests."""
+    def _compute(self, most_tokens: int | None, *, is_halved: bool = False) -> SchedulePlan:
+        """Run the step; if memory lacked, once more without its drafts, and once more with half of its tokens. What
+        failed then ends its requests.
+        """
         try:
             return run_step(self._scheduler, self._host, most_tokens)
         except BrokenOff as broken:
@@ -173,9 +175,11 @@ class StepRunner:
                 self.is_torn = False
                 self._outputs.note_step()
                 raise error from None
-            if most_tokens is not None or not is_out_of_memory(error):
+            if is_halved or not is_out_of_memory(error):
                 self.has_failed = True
                 self._outputs.fail(plan, {row.sequence.sequence_id: error for row in plan.rows})
                 return plan
+        if plan.num_drafts:
+            return self._compute(plan.num_tokens - plan.num_drafts)
         # Why: half of the tokens may fit; if not, the requests of that half end, and no others.
-        return self._compute(max(1, plan.num_tokens // 2))
+        return self._compute(max(1, plan.num_tokens // 2), is_halved=True)

@@ -38,6 +38,7 @@ class EngineHost:
         self.now = clock.now
         self.move_blocks = transfers.advance
         self.tokens, self.publish = outputs.collect, outputs.publish
+        self.further_tokens, self.publish_further = outputs.collect_further, outputs.publish_further
         self.plan = SchedulePlan()
         """What was handed to the model last; for undoing a step."""
 

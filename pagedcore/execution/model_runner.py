@@ -55,11 +55,12 @@ class ModelRunner:
         self._sampler.forget()
 
     def execute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
-        """Compute ``rows``, sample one token for each row that asks for one, in their order, score the tokens of
-        prompts that are reported, and return the hidden states that are wanted.
+        """Compute ``rows``, sample one token for each row that asks for one, in their order, and further ones behind
+        drafts, score the tokens of prompts that are reported, and return the hidden states that are wanted.
 
-        If the model raises, or returns logits of another shape or type than its protocol says, the rows are computed in
-        parts, so that those which make it do so are in ``failures`` and the others have their tokens.
+        If the model raises, or returns logits of another shape or type than its protocol says, the rows are computed
+        without drafts, and then in parts, so that those which make it do so are in ``failures`` and the others have
+        their tokens.
 
         Raises:
             StepFailed: what it returned for each row that was computed alone is of another shape or type.
@@ -70,7 +71,13 @@ class ModelRunner:
             return self._compute(rows, block_manager)
         except Exception as error:
             self.forget()
-            if len(rows) == 1 or concerns_all_rows(error):
+            if concerns_all_rows(error):
+                raise
+            if any(row.drafts for row in rows):
+                # Why: a request fails only where it would have failed alone, without tokens that it may never have.
+                bare = [row.without_drafts() for row in rows]
+                return replace(self.execute(bare, block_manager), draft_failure=error)
+            if len(rows) == 1:
                 raise
             return self._compute_in_parts(rows, block_manager, error)
 
@@ -111,6 +118,8 @@ class ModelRunner:
         sequences = [row.sequence for row in rows if row.num_sampled]
         batch, greedy = build_batch(rows, block_manager), self._greedy
         is_plain = batch.hidden_rows is None and len(batch.logits_rows) == len(sequences)
+        if not is_plain and any(row.drafts for row in rows):
+            return self._compute_drafts(batch, rows)
         with self._threads.step(len(batch.token_ids)), self._threads.floats:
             if (
                 greedy is not None and sequences and is_plain and self._sampler.wants_largest(sequences)
@@ -127,6 +136,24 @@ class ModelRunner:
             prompts, failures = self._sampler.score(logits[len(sequences) :], scored)
             sampled = self._sampler.sample(logits[: len(sequences)], sequences)
             return replace(sampled, prompts=prompts, hidden=hidden, failures={**sampled.failures, **failures})
+
+    def _compute_drafts(self, batch: RaggedBatch, rows: ListOf[ScheduledRow]) -> SampledTokens:
+        """Do the same for rows of which some have drafts."""
+        sampled, sampler, greedy = [row for row in rows if row.num_sampled], self._sampler, self._greedy
+        num_sampled = sum(row.num_sampled for row in sampled)
+        is_plain = batch.hidden_rows is None and len(batch.logits_rows) == num_sampled
+        with self._threads.step(len(batch.token_ids)), self._threads.floats:
+            if (
+                greedy is not None and is_plain and sampler.wants_largest([row.sequence for row in sampled])
+                and greedy.decodes_greedily
+            ):  # fmt: skip
+                return sampler.take_drafted(greedy.forward_greedily(batch, sampler.barred_behind(sampled)), sampled)
+            logits, hidden = (self._backend.forward(batch), {}) if batch.hidden_rows is None else (
+                self._forward_hidden(batch, batch.hidden_rows, rows))
+            _require_logits(logits, (len(batch.logits_rows), self._backend.vocab_size))
+            prompts, failures = sampler.score(logits[num_sampled:], [row for row in rows if row.scored_positions])
+            drawn = sampler.sample_drafted(logits[:num_sampled], sampled)
+            return replace(drawn, prompts=prompts, hidden=hidden, failures={**drawn.failures, **failures})
 
     def _forward_hidden(
         self, batch: RaggedBatch, hidden_rows: Int64Array, rows: ListOf[ScheduledRow]

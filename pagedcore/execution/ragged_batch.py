@@ -45,11 +45,12 @@ class RaggedBatch:
 
 
 def build_batch(rows: ListOf[ScheduledRow], block_manager: BlockManager) -> RaggedBatch:
-    """Flatten scheduled rows; logits are wanted of the last token of every sampled row, then of all scored positions;
-    hidden states of the rows' ``hidden_positions``.
+    """Flatten scheduled rows; logits are wanted of the last known token of every sampled row, then of the first draft
+    of those that have one, of the second, and so on, then of all scored positions; hidden states of the rows'
+    ``hidden_positions``.
 
     Args:
-        rows: at least one; tokens of each follow its first uncomputed position.
+        rows: at least one; tokens of each follow its first uncomputed position, and its drafts follow the last one.
         block_manager: knows the blocks of every sequence and how many tokens one holds.
 
     Raises:
@@ -61,15 +62,21 @@ def build_batch(rows: ListOf[ScheduledRow], block_manager: BlockManager) -> Ragg
     if counts.max() == 1:
         tokens = [row.sequence.token_ids[row.start] for row in rows]
     else:
-        tokens = list(chain.from_iterable(row.sequence.token_ids[row.start : row.end] for row in rows))
+        known = [row.sequence.token_ids[row.start : row.end] for row in rows]
+        tokens = list(chain.from_iterable(chain(one, row.drafts) for one, row in zip(known, rows, strict=True)))
     numbers = [sequence.sequence_id for sequence in sequences]
+    num_sampled = [row.num_sampled for row in rows]
     batch = assemble(
         np.array(tokens, dtype=np.int64), starts, counts,
         seq_ids=np.array(numbers, dtype=np.int64),
         tables=[table.block_ids for table in block_manager.tables(numbers)],
         block_size=block_manager.block_size,
-        is_sampled=np.array([row.num_sampled for row in rows], dtype=np.bool_),
+        is_sampled=np.array(num_sampled, dtype=np.bool_),
     )
+    if (most := max(num_sampled)) > 1:
+        ends = [(end, count) for end, count in zip(batch.query_start[1:].tolist(), num_sampled, strict=True)]
+        places = [end - count + depth for depth in range(most) for end, count in ends if count > depth]
+        batch = replace(batch, logits_rows=np.array(places, dtype=np.int64))
     if any(one.is_long for one in sequences):
         batch = replace(batch, is_long=np.array([one.is_long for one in sequences]))
     if all(one.prompt_logprobs is None is one.hidden_from for one in sequences):

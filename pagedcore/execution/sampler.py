@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, field
-from typing import Any, Final
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ import torch
 
 from pagedcore.errors import ProcessorFailed, StepFailed
 from pagedcore.execution.logits_processor import process_row
+from pagedcore.execution.row_adjuster import RowAdjuster, bar, barred_of, bars_tokens
+from pagedcore.execution.sequence_ahead import SequenceAhead
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import FloatArray, Int64Array, MaskRows
 from pagedcore.scheduler.plan import ScheduledRow
@@ -33,7 +36,6 @@ from pagedcore_kernels.cpu.sampling.samplers import (
     sampling_rows,
 )
 
-_LARGEST_FINITE: Final = float(np.finfo(np.float32).max)
 _INFINITY, _MINUS_INFINITY = np.int16(0x7F80), np.int16(0x7F80 - 2**15)
 """Infinities in bfloat16; what has a larger magnitude is NaN."""
 Int16Array = npt.NDArray[np.int16]
@@ -54,6 +56,21 @@ class SampledTokens:
     some."""
     failures: Mapping[int, Exception] = field(default_factory=dict)
     """Why a row of the step could not be computed, by sequence id; if it was to be sampled, its token is -1."""
+    further: Mapping[int, ListOf[DrawnToken]] = field(default_factory=dict)
+    """What follows the first tokens of rows that had drafts, by sequence id: a token behind each draft that was right.
+    """
+    draft_failure: Exception | None = None
+    """Why the step was computed without its drafts."""
+
+
+class DrawnToken(NamedTuple):
+    """A token that was drawn behind a draft that was right."""
+
+    token_id: int
+    """-1 as in ``SampledTokens``; nothing follows it then."""
+    logprobs: TokenLogprobs | None = None
+    failure: Exception | None = None
+    """Why it could not be drawn, where that is no matter of its logits."""
 
 
 class Sampler:
@@ -86,14 +103,20 @@ class Sampler:
             bits = _bits(logits)
             _mask(bits, self.barred_tokens(sequences))
             return SampledTokens(self._pick_greedily(bits), [None] * len(sequences))
-        rows = self._as_array(logits)
+        self._adjusters, before = {}, self._adjusters
+        return self._draw(self._as_array(logits), sequences, before)
+
+    def _draw(
+        self, rows: FloatArray, sequences: ListOf[Sequence | SequenceAhead], adjusters: Mapping[int, RowAdjuster]
+    ) -> SampledTokens:
+        """Choose one token per row; adjusters that are there for it may be used, and are kept with the new ones."""
         wanted = {i: count for i, one in enumerate(sequences) if (count := one.num_logprobs) is not None}
         kept = {i: _read_only(rows[i]) for i in wanted if sequences[i].params.return_logits}
         drawable = {i: wanted.pop(i) for i in tuple(wanted) if sequences[i].params.logprobs_mode == "processed"}
         reports = self._make_reports(rows, wanted)
         for i in kept.keys() & reports.keys():
             reports[i].raw = kept[i]
-        failures = self._adjust(rows, sequences, reports)
+        failures = self._adjust(rows, sequences, reports, adjusters)
         token_ids = self._choose(rows, sequences, list(drawable))
         reports.update(self._make_reports(rows, drawable))
         logprobs: list[TokenLogprobs | None] = [None] * len(sequences)
@@ -102,15 +125,87 @@ class Sampler:
                 logprobs[i] = report.describe(int(token_ids[i]), rows[i], kept.get(i))
         return SampledTokens(token_ids, logprobs, failures=failures)
 
+    def sample_drafted(self, logits: FloatArray | torch.Tensor, rows: ListOf[ScheduledRow]) -> SampledTokens:
+        """Choose one token per row and, as long as it is the draft of its place, the one behind it.
+
+        Nothing is adjusted, masked, processed or looked at behind a draft that is not what was drawn, nor behind the
+        end of a turn; so what a row has is what it would have had in so many steps.
+
+        Args:
+            logits: float32 or bfloat16 [S, vocab_size] on the CPU, in the order of ``build_batch``; may be overwritten.
+            rows: those that are sampled.
+        """
+        if self.wants_largest([row.sequence for row in rows]):
+            return self.take_drafted(self._largest(logits, self.barred_behind(rows)), rows)
+        array, rounds = self._as_array(logits), _rounds(rows)
+        self._adjusters, before = {}, self._adjusters
+        result = self._draw(array[: len(rows)], [row.sequence for row in rows], before)
+        drawn = [[DrawnToken(token_id)] for token_id in result.token_ids.tolist()]
+        end = len(rows)
+        for depth, members in enumerate(rounds[1:], 1):
+            begin, end = end, end + len(members)
+            places = [place for place, i in enumerate(members) if _goes_on(rows[i], drawn[i], depth)]
+            if not places:
+                break
+            ahead = [SequenceAhead(rows[i].sequence, rows[i].drafts[:depth]) for i in map(members.__getitem__, places)]
+            part = array[begin:end] if len(places) == len(members) else array[begin:end][places]
+            one = self._draw(part, ahead, self._adjusters)
+            for place, token_id, logprobs in zip(places, one.token_ids.tolist(), one.logprobs, strict=True):
+                i = members[place]
+                failure = one.failures.get(rows[i].sequence.sequence_id)
+                drawn[i].append(DrawnToken(token_id, logprobs, failure))
+        further = {row.sequence.sequence_id: tokens[1:] for row, tokens in zip(rows, drawn, strict=True) if tokens[1:]}
+        return replace(result, further=further)
+
+    def take_drafted(self, token_ids: Int64Array, rows: ListOf[ScheduledRow]) -> SampledTokens:
+        """Return tokens [S] that were chosen for rows which ``wants_largest``, in the order of ``build_batch``, as far
+        as the drafts before them are right; -1 for rows that are not valid.
+
+        Raises:
+            StepFailed: they are not tokens of so many rows.
+        """
+        rounds = _rounds(rows)
+        _require_token_ids(token_ids, sum(map(len, rounds)), self._vocab_size)
+        self.forget()
+        of_row: list[list[int]] = [[] for _ in rows]
+        for i, token_id in zip(chain.from_iterable(rounds), token_ids.tolist(), strict=True):
+            of_row[i].append(token_id)
+        further = dict[int, ListOf[DrawnToken]]()
+        for row, chosen in zip(rows, of_row, strict=True):
+            pairs = zip(row.drafts, chosen, strict=False)
+            num_right = next((place for place, (one, other) in enumerate(pairs) if one != other), len(row.drafts))
+            if num_right:
+                further[row.sequence.sequence_id] = [DrawnToken(one) for one in chosen[1 : 1 + num_right]]
+        return SampledTokens(token_ids[: len(rows)], [None] * len(rows), further=further)
+
+    def barred_behind(self, rows: ListOf[ScheduledRow]) -> Int64Array:
+        """Return the same as ``barred_tokens`` for rows with drafts, in the order of ``build_batch``."""
+        ahead = [
+            SequenceAhead(rows[i].sequence, rows[i].drafts[:depth])
+            for depth, places in enumerate(_rounds(rows)) for i in places
+        ]
+        return self.barred_tokens(ahead)
+
+    def _largest(self, logits: FloatArray | torch.Tensor, barred: Int64Array) -> Int64Array:
+        """Return the most likely token of each row of those that are not barred."""
+        if isinstance(logits, torch.Tensor) and logits.dtype == torch.bfloat16:
+            bits = _bits(logits)
+            _mask(bits, barred)
+            return self._pick_greedily(bits)
+        array = self._as_array(logits)
+        for row, token_id in barred.tolist():
+            bar(array[row], np.array([token_id]))
+        return self._pick_greedily(array)
+
     @staticmethod
     def wants_largest(sequences: ListOf[Sequence]) -> bool:
         """Whether all that is wanted of each row is its most likely token, of those that may come yet."""
         return all(map(_is_plainly_greedy, sequences))
 
-    def barred_tokens(self, sequences: ListOf[Sequence]) -> Int64Array:
+    def barred_tokens(self, sequences: ListOf[Sequence | SequenceAhead]) -> Int64Array:
         """Return the tokens that may not come, or not yet, whatever their logits: [B, 2] rows and ids."""
         places = [(i, token_id) for i, one in enumerate(sequences) if _bars_tokens(one)
-                  for token_id in _barred(one) if token_id < self._vocab_size]  # fmt: skip
+                  for token_id in barred_of(one) if token_id < self._vocab_size]  # fmt: skip
         return np.array(places, np.int64).reshape(-1, 2)
 
     def take(self, token_ids: Int64Array, count: int) -> SampledTokens:
@@ -201,7 +296,9 @@ class Sampler:
             array = logits.detach().numpy()
         return np.require(array, np.float32, ["C", "W"])
 
-    def _choose(self, rows: FloatArray, sequences: ListOf[Sequence], drawable: list[int]) -> Int64Array:
+    def _choose(
+        self, rows: FloatArray, sequences: ListOf[Sequence | SequenceAhead], drawable: list[int]
+    ) -> Int64Array:
         """Choose a token of each row; leave in the ``drawable`` ones what was drawn from."""
         params = [sequence.params for sequence in sequences]
         temperatures = [one.temperature for one in params]
@@ -214,32 +311,34 @@ class Sampler:
         return self._sample(rows, draws)
 
     def _adjust(
-        self, rows: FloatArray, sequences: ListOf[Sequence], reports: dict[int, _Report]
+        self, rows: FloatArray, sequences: ListOf[Sequence | SequenceAhead], reports: dict[int, _Report],
+        adjusters: Mapping[int, RowAdjuster],
     ) -> dict[int, Exception]:
         """Change the rows in place; return why a sequence cannot be sampled, by its id."""
-        adjusters, constrained = dict[int, RowAdjuster](), list[tuple[int, Sequence]]()
+        constrained = list[tuple[int, Sequence | SequenceAhead]]()
         failures = dict[int, Exception]()
         for i, sequence in enumerate(sequences):
             if not (sequence.is_adjusted or _bars_tokens(sequence)):
                 continue
-            adjuster = self._adjusters.get(sequence.sequence_id)
+            adjuster = adjusters.get(sequence.sequence_id)
             if adjuster is None or not adjuster.is_for(sequence):
                 adjuster = RowAdjuster(sequence, self._vocab_size)
-            adjusters[sequence.sequence_id] = adjuster
+            # Why: a sequence outside this step may never come back; if it does, its tokens are counted again.
+            self._adjusters[sequence.sequence_id] = adjuster
             if i in reports and reports[i].raw is None:
                 reports[i].raw = rows[i].copy()
             if (failure := _adjust_row(rows[i], sequence, adjuster)) is not None:
                 failures[sequence.sequence_id] = failure
             if sequence.constraint is not None:
                 constrained.append((i, sequence))
-        # Why: a sequence outside this step may never come back; if it does, its tokens are counted again.
-        self._adjusters = adjusters
         if not constrained:
             return failures
         masked = self._mask(rows, constrained)
         return {sequences[i].sequence_id: error for i, error in masked.items()} | failures
 
-    def _mask(self, rows: FloatArray, constrained: ListOf[tuple[int, Sequence]]) -> dict[int, Exception]:
+    def _mask(
+        self, rows: FloatArray, constrained: ListOf[tuple[int, Sequence | SequenceAhead]]
+    ) -> dict[int, Exception]:
         """Mask rows by the constraints of their sequences. As ``MaskRows``."""
         assert self._mask_rows is not None  # Invariant: an engine that compiles constraints gives it
         return self._mask_rows(rows, [(i, one.constraint, one.output_token_ids) for i, one in constrained
@@ -266,14 +365,16 @@ def _require_token_ids(token_ids: object, count: int, vocab_size: int) -> None:
         raise StepFailed(f"model: forward_greedily returned ids from {token_ids.min()} to {token_ids.max()}, {wanted}")
 
 
-def _adjust_row(row: FloatArray, sequence: Sequence, adjuster: RowAdjuster) -> ProcessorFailed | None:
+def _adjust_row(
+    row: FloatArray, sequence: Sequence | SequenceAhead, adjuster: RowAdjuster
+) -> ProcessorFailed | None:
     """Change a row by the code and the parameters of its request; return why that code failed, if it did."""
     failure = None
     if (process := sequence.params.logits_processor) is not None:
         failure = process_row(process, row, sequence.output_token_ids)
         # Why: it is code of the host's, and other rows come after it.
         use_default_floats()
-    adjuster.adjust(row)
+    adjuster.adjust(row, sequence)
     return failure
 
 
@@ -302,22 +403,25 @@ def _mask(bits: Int16Array, barred: Int64Array) -> None:
         bits[rows, columns] = np.where(is_broken, logits, _MINUS_INFINITY)
 
 
-def _bars_tokens(sequence: Sequence) -> bool:
-    """Whether tokens may not come next because of what they are."""
+def _bars_tokens(sequence: Sequence | SequenceAhead) -> bool:
+    # Why: most requests bar nothing, and are asked in every step.
     params = sequence.params
-    if params.suppress_tokens:
-        return True
-    if not (params.min_tokens or params.begin_suppress_tokens):
+    may_bar = params.suppress_tokens or params.min_tokens or params.begin_suppress_tokens
+    return bool(may_bar) and bars_tokens(sequence)
+
+
+def _goes_on(row: ScheduledRow, drawn: ListOf[DrawnToken], depth: int) -> bool:
+    """Whether a row has a token behind its draft number ``depth``, from 1: all drafts so far were drawn, and the last
+    one does not end the turn."""
+    if len(drawn) < depth or drawn[-1].token_id != row.drafts[depth - 1]:
         return False
-    num_tokens = sequence.num_output_tokens
-    return num_tokens < params.min_tokens or (num_tokens == 0 and bool(params.begin_suppress_tokens))
+    return row.sequence.end_at(drawn[-1].token_id, row.sequence.num_output_tokens + depth) is None
 
 
-def _barred(sequence: Sequence) -> set[int]:
-    """Return those tokens: ends before the minimum length, and what the request suppresses."""
-    params, num_tokens = sequence.params, sequence.num_output_tokens
-    ends = sequence.stop_token_ids if num_tokens < params.min_tokens else ()
-    return {*ends, *params.suppress_tokens, *(() if num_tokens else params.begin_suppress_tokens)}
+def _rounds(rows: ListOf[ScheduledRow]) -> list[list[int]]:
+    """Return which rows have a first token, which a first draft, which a second one, and so on."""
+    most = max(len(row.drafts) for row in rows)
+    return [[i for i, row in enumerate(rows) if len(row.drafts) >= depth] for depth in range(most + 1)]
 
 
 @dataclass(slots=True)
@@ -339,150 +443,3 @@ class _Report:
         best = [(int(i), float(value) - self.normaliser) for i, value in zip(self.ids, self.values, strict=True)]
         top = tuple(pair for pair in best if pair[0] >= 0)
         return TokenLogprobs(token_id, logit - self.normaliser, top, kept)
-
-
-class RowAdjuster:
-    """What one turn of one sequence does to its logits before they are sampled: bias, penalties, masks.
-
-    Values that are NaN or plus infinity are left as they are, so that a broken row stays recognisable, and no finite
-    logit becomes infinite except by the mask.
-
-    Invariant: the tokens counted are the first ones of the sequence, and token ids are only ever appended.
-    """
-
-    __slots__ = ("_bad_words", "_bias", "_num_prompt_tokens", "_others", "_params", "_runs", "_seen", "_sequence",
-                 "_vocab_size")
-
-    def __init__(self, sequence: Sequence, vocab_size: int) -> None:
-        params = sequence.params
-        self._sequence, self._params, self._num_prompt_tokens = sequence, params, sequence.num_prompt_tokens
-        bias = params.logit_bias or {}
-        self._bias = np.fromiter(bias.keys(), np.int64), np.fromiter(bias.values(), np.float32)
-        self._vocab_size = vocab_size
-        self._runs = _Runs(params.no_repeat_ngram_size) if params.no_repeat_ngram_size else None
-        self._bad_words = _BadWords(params.bad_words_ids) if params.bad_words_ids else None
-        self._others = None
-        if params.allowed_token_ids is not None:
-            self._others = np.ones(vocab_size, np.bool_)
-            self._others[list(params.allowed_token_ids)] = False
-        is_penalised = params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
-        self._seen = _SeenTokens(sequence) if is_penalised else None
-
-    def is_for(self, sequence: Sequence) -> bool:
-        """Whether this is still the turn it was made for."""
-        return (
-            self._sequence is sequence
-            and self._params is sequence.params
-            and self._num_prompt_tokens == sequence.num_prompt_tokens
-        )
-
-    def adjust(self, row: FloatArray) -> None:
-        """Change the row [vocab_size] in place."""
-        token_ids, bias = self._bias
-        if len(token_ids):
-            row[token_ids] += bias
-        if self._seen is not None:
-            self._penalise(row, self._seen)
-        if self._others is not None:
-            _bar(row, self._others)
-        if self._bad_words is not None:
-            _bar(row, self._bad_words.barred_after(self._sequence))
-        if self._runs is not None:
-            _bar(row, self._runs.barred_after(self._sequence))
-        if _bars_tokens(self._sequence):
-            known = [token_id for token_id in _barred(self._sequence) if token_id < self._vocab_size]
-            _bar(row, np.array(known, np.int64))
-        forced, sequence = self._params.forced_eos_token_id, self._sequence
-        if forced is not None and sequence.num_output_tokens == sequence.max_tokens - 1:
-            _force(row, np.array(forced, np.int64))
-
-    def _penalise(self, row: FloatArray, seen: _SeenTokens) -> None:
-        token_ids, counts = seen.count(self._sequence)
-        params, logits = self._params, row[token_ids]
-        # Why: float64 holds any quotient of a float32 and a normal penalty; what does not fit is clipped below.
-        penalised = logits.astype(np.float64)
-        if (penalty := params.repetition_penalty) != 1.0:
-            with np.errstate(over="ignore", invalid="ignore"):
-                penalised = np.where(penalised > 0, penalised / penalty, penalised * penalty)
-        penalised -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
-        row[token_ids] = np.where(np.isfinite(logits), np.clip(penalised, -_LARGEST_FINITE, _LARGEST_FINITE), logits)
-
-
-def _bar(row: FloatArray, places: npt.NDArray[Any]) -> None:
-    logits = row[places]
-    row[places] = np.where(logits < np.inf, -np.inf, logits)
-
-
-def _force(row: FloatArray, places: Int64Array) -> None:
-    """Leave these tokens alone, equally likely, as transformers does."""
-    logits = row[places]
-    _bar(row, np.arange(len(row)))
-    row[places] = np.where(logits < np.inf, np.float32(0.0), logits)
-
-
-class _Runs:
-    """The runs of so many tokens in a sequence, prompt included: which tokens would repeat one."""
-
-    __slots__ = ("_followers", "_num_before", "_num_read")
-
-    def __init__(self, size: int) -> None:
-        self._num_before = self._num_read = size - 1
-        self._followers: dict[tuple[int, ...], list[int]] = {}
-
-    def barred_after(self, sequence: Sequence) -> Int64Array:
-        """Read what was appended; return the tokens that have followed the last ones before."""
-        tokens, num_before = sequence.token_ids, self._num_before
-        for place in range(self._num_read, len(tokens)):
-            before = tuple(tokens[place - num_before : place])
-            self._followers.setdefault(before, []).append(tokens[place])
-        self._num_read = max(self._num_read, len(tokens))
-        last = tuple(tokens[len(tokens) - num_before :])
-        return np.array(self._followers.get(last, ()), np.int64)
-
-
-class _BadWords:
-    """Sequences of tokens that may not come: which tokens would complete one."""
-
-    __slots__ = ("_by_last", "_single")
-
-    def __init__(self, sequences: ListOf[tuple[int, ...]]) -> None:
-        self._single = np.array([one[0] for one in sequences if len(one) == 1], np.int64)
-        self._by_last: dict[int, list[tuple[int, ...]]] = {}
-        for one in sequences:
-            if len(one) > 1:
-                self._by_last.setdefault(one[-2], []).append(one)
-
-    def barred_after(self, sequence: Sequence) -> Int64Array:
-        """Return the tokens that may not follow the completion of a sequence."""
-        tokens = sequence.token_ids
-        begun = self._by_last.get(tokens[-1], ()) if sequence.num_output_tokens else ()
-        ends = [one[-1] for one in begun if len(one) <= sequence.num_output_tokens + 1
-                and tuple(tokens[1 - len(one) :]) == one[:-1]]
-        return np.concatenate((self._single, np.array(ends, np.int64))) if ends else self._single
-
-
-class _SeenTokens:
-    """The distinct tokens of a sequence and how often its completion has each, updated as it grows."""
-
-    __slots__ = ("_counts", "_num_counted", "_places", "_token_ids")
-
-    def __init__(self, sequence: Sequence) -> None:
-        distinct, places = np.unique(np.array(sequence.token_ids, np.int64), return_inverse=True)
-        generated = places[sequence.num_prompt_tokens :]
-        self._token_ids = distinct
-        self._counts = np.bincount(generated, minlength=len(distinct))
-        self._places = {token_id: place for place, token_id in enumerate(distinct.tolist())}
-        self._num_counted = len(sequence.token_ids)
-
-    def count(self, sequence: Sequence) -> tuple[Int64Array, Int64Array]:
-        """Count what was appended; return [D] distinct token ids and [D] how often the completion has them."""
-        for token_id in sequence.token_ids[self._num_counted :]:
-            place = self._places.setdefault(token_id, len(self._places))
-            if place == len(self._token_ids):
-                room = np.zeros(place, np.int64)
-                self._token_ids = np.concatenate((self._token_ids, room))
-                self._counts = np.concatenate((self._counts, room))
-            self._token_ids[place] = token_id
-            self._counts[place] += 1
-        self._num_counted = len(sequence.token_ids)
-        return self._token_ids[: len(self._places)], self._counts[: len(self._places)]

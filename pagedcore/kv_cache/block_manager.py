@@ -69,6 +69,11 @@ class BlockManager(BlockMemory):
         table = self._tables.get(sequence_id)
         return table.num_blocks if table is not None else 0
 
+    @property
+    def num_unused_blocks(self) -> int:
+        """Blocks that nothing holds and that hold nothing: what can be had without an eviction."""
+        return len(self._pool.free_blocks)
+
     def num_blocks_needed(self, sequence_id: int, num_tokens: int) -> int:
         """Further blocks the sequence needs to hold ``num_tokens`` positions in all."""
         table = self._tables.get(sequence_id)
@@ -152,6 +157,10 @@ class BlockManager(BlockMemory):
         sequence.num_computed_tokens = min(num_kept_tokens, sequence.num_computed_tokens)
         is_minor = sequence.hidden_from is not None
         return self._truncate(sequence.sequence_id, self.blocks_for(num_kept_tokens), is_minor=is_minor)
+
+    def shorten(self, sequence: Sequence) -> None:
+        """Free the blocks behind those of the computed positions, of which nothing is registered."""
+        self._truncate(sequence.sequence_id, self.blocks_for(sequence.num_computed_tokens))
 
     def evict_blocks(self, sequence_id: int, *, spares_shared: bool) -> int:
         """Free a sequence's blocks and evict what they hold, perhaps except shared ones; return how many."""

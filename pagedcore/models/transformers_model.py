@@ -296,6 +296,11 @@ class TransformersModel:
             """What makes results depend on the schedule, or nothing."""
 
     @property
+    def takes_positions_back(self) -> bool:
+        """Whether positions may be computed again with other tokens: keys and values of one are written over."""
+        return True
+
+    @property
     def is_schedule_invariant(self) -> bool:
         """Whether products, attention and model were seen to give the same bits under every schedule tried."""
         return not self.variable_part

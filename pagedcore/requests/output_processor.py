@@ -166,7 +166,7 @@ class OutputProcessor:
         self.groups.clear()
         for one in [one for one in self.by_sequence.values() if one.group is not None]:
             del self.by_sequence[one.sequence.sequence_id]
-        ends = {row.sequence: row.end for row in plan.rows if row.num_sampled}
+        ends = {row.sequence: row.known_end for row in plan.rows if row.num_sampled}
         for sequence in (*(row.sequence for row in plan.rows), *self._expired):
             if sequence.sequence_id in self.by_sequence:
                 self._take_back(sequence, ends.get(sequence, len(sequence.token_ids)), size)
@@ -226,6 +226,8 @@ class OutputProcessor:
         """
         if sampled.failures:
             self.fail(plan, sampled.failures)
+        if sampled.draft_failure is not None and self._scheduler.speculation is not None:
+            self._scheduler.speculation.give_up(sampled.draft_failure)
         if sampled.prompts or sampled.hidden:
             self._keep_prompt_logprobs(plan, sampled)
             self._hand_over_hidden(plan, sampled)
@@ -256,21 +258,41 @@ class OutputProcessor:
         self._add_tokens(news, now_s)
         if self._groups:
             self.groups.add_branches(self._branches)
-            for group in self._groups.values():
-                self._pending += self._deliver_if_decided(group, now_s)
+            self._deliver_decided(now_s)
         self.counters.num_steps += 1
         self.counters.num_rows += len(plan.rows)
         self.counters.num_computed_tokens += plan.num_tokens
+
+    def collect_further(self, sampled: SampledTokens, place: int) -> dict[int, int]:
+        """Return the tokens behind the draft number ``place`` of each row, from 0, by sequence id; a completion that
+        has ended has none. One without usable logits there ends, and alone.
+        """
+        tokens = dict[int, int]()
+        for number, drawn in sampled.further.items():
+            pending = self.by_sequence.get(number)
+            if place >= len(drawn) or pending is None or pending.sequence.finish_reason is not None:
+                continue
+            one, sequence = drawn[place], pending.sequence
+            if one.token_id < 0:
+                error = _failure_of(one.failure) if one.failure is not None else InvalidLogits(_NO_LOGITS)
+                self._pending += self._end_all([sequence], "error", error)
+                continue
+            if one.logprobs is not None:
+                sequence.logprobs.append(one.logprobs)
+            tokens[number] = one.token_id
+        return tokens
+
+    def publish_further(self, news: ListOf[NewToken]) -> None:
+        """Give completions further tokens of a committed step."""
+        now_s = self._clock.now()
+        self._add_tokens(news, now_s)
+        self._deliver_decided(now_s)
 
     def fail(self, plan: SchedulePlan, errors: Mapping[int, Exception]) -> None:
         """End the requests of rows that could not be computed, by sequence id with the reason."""
         for row in plan.rows:
             if (error := errors.get(row.sequence.sequence_id)) is not None:
-                failure: Exception = error
-                if not isinstance(error, GrammarFailed | ProcessorFailed):
-                    failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
-                    failure.__cause__ = error
-                self._pending += self._end_all([row.sequence], "error", failure)
+                self._pending += self._end_all([row.sequence], "error", _failure_of(error))
 
     def end_waiting(self, sequences: ListOf[Sequence], error: Exception) -> None:
         """End requests of sequences that were not started, before a step."""
@@ -359,6 +381,10 @@ class OutputProcessor:
         one.sequence.finish_reason = "error"
         return [one]
 
+    def _deliver_decided(self, now_s: float) -> None:
+        for group in self._groups.values():
+            self._pending += self._deliver_if_decided(group, now_s)
+
     def _deliver_if_decided(self, group: CandidateGroup, now_s: float) -> list[PendingOutput]:
         """Give a request its chosen completions, as soon as they can be chosen."""
         request = group.request
@@ -397,3 +423,12 @@ class OutputProcessor:
                     one.request_ended(request)
                 if self._observer.observes_requests:
                     self._observer.request_finished(self.output_of(request), request.context)
+
+
+def _failure_of(error: Exception) -> Exception:
+    """Return what a request ends with whose row could not be computed."""
+    if isinstance(error, GrammarFailed | ProcessorFailed):
+        return error
+    failure = StepFailed(f"the step that computed this request failed: {type(error).__name__}")
+    failure.__cause__ = error
+    return failure

@@ -52,6 +52,8 @@ class EngineStats(SchedulerStats):
     attention_backend: str
     dtype: str
     is_schedule_invariant: bool
+    speculation: str = "off"
+    """Whether tokens are guessed ahead: "on", or "off" and, where it was asked for, the reason."""
 
     @property
     def goodput(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import NamedTuple
 
@@ -25,21 +25,35 @@ class ScheduledRow:
     """Blocks that the row needs besides what its sequence holds and the match shares."""
     match: PrefixMatch = NO_MATCH
     """What a sequence without blocks shares or copies instead of computing it."""
+    drafts: tuple[int, ...] = ()
+    """Tokens that may follow the last known one: the last of its ``num_tokens``. They are no tokens of its sequence."""
     end: int = field(init=False)
     """One past the last position computed."""
     num_sampled: int = field(init=False)
     """How many of its last positions a next token is sampled after: 1 if it reaches the last known token of a sequence
-    that generates, else 0."""
+    that generates, and 1 for each draft, else 0."""
 
     def __post_init__(self) -> None:
-        end, one = self.start + self.num_tokens, self.sequence
+        end, one, num_drafts = self.start + self.num_tokens, self.sequence, len(self.drafts)
+        is_sampled = end - num_drafts == len(one.token_ids) and one.hidden_from is None
         object.__setattr__(self, "end", end)
-        object.__setattr__(self, "num_sampled", int(end == len(one.token_ids) and one.hidden_from is None))
+        object.__setattr__(self, "num_sampled", 1 + num_drafts if is_sampled else 0)
+
+    @property
+    def known_end(self) -> int:
+        """One past the last position computed of a known token."""
+        return self.end - len(self.drafts)
 
     @property
     def is_decode(self) -> bool:
-        """Whether it computes the one token that its sequence has just generated; all other rows are prefill chunks."""
-        return self.num_tokens == 1 and self.num_sampled == 1 and self.start >= self.sequence.num_prompt_tokens
+        """Whether it computes the one token that its sequence has just generated, and perhaps drafts behind it; all
+        other rows are prefill chunks."""
+        is_one = self.num_sampled > 0 and self.num_tokens == self.num_sampled
+        return is_one and self.start >= self.sequence.num_prompt_tokens
+
+    def without_drafts(self) -> ScheduledRow:
+        """Return the row without its drafts."""
+        return replace(self, num_tokens=self.num_tokens - len(self.drafts), drafts=()) if self.drafts else self
 
     @property
     def scored_positions(self) -> range:
@@ -117,6 +131,8 @@ class SchedulePlan:
     stopped_by: str = ""
     """Why admission ended before the end of the queue: "rows", "tokens", "blocks", "phase", "transfer" or "batch" (a
     static one runs); empty if it did not."""
+    num_drafts: int = 0
+    """Of all rows together: how many of the tokens are drafts."""
     num_tokens: int = field(init=False)
     """Tokens computed in this step."""
     moves_blocks: bool = field(init=False)
@@ -128,11 +144,12 @@ class SchedulePlan:
 
     @property
     def work(self) -> tuple[int, int, int]:
-        """Its prefill tokens, decode rows and KV tokens: what ``StepTimeModel`` learns from and predicts for."""
+        """Its prefill tokens, drafts among them, decode rows and KV tokens: what ``StepTimeModel`` learns from and
+        predicts for."""
         num_decode = num_kv = 0
         for row in self.rows:
             num_kv += row.end
-            num_decode += row.num_tokens == 1 and row.is_decode
+            num_decode += (row.num_tokens == 1 or bool(row.drafts)) and row.is_decode
         return self.num_tokens - num_decode, num_decode, num_kv
 
 

@@ -7,7 +7,7 @@ changes none of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
@@ -61,7 +61,7 @@ class PlanState:
         self.preempted: dict[int, Preemption] = {}
         self.freed: dict[int, Sequence] = {}
         self.swap_ins: list[SwapIn] = []
-        self.num_stalled_rows = self.num_deferred = 0
+        self.num_stalled_rows = self.num_deferred = self.num_drafts = 0
         self.capped: list[int] = []
         self.stopped_by = ""
         self._adopted: set[int] = set()
@@ -96,6 +96,28 @@ class PlanState:
         if match is not NO_MATCH:
             self.free -= self.num_blocks_taken(match)
             self._adopted.update(match.held_blocks)
+
+    @property
+    def num_draftable(self) -> int:
+        """Drafts that the step has tokens for, and room for their logits."""
+        return min(self.budget, self._num_scorable)
+
+    @property
+    def num_unused_blocks(self) -> int:
+        """Blocks that hold nothing, and are not planned."""
+        num_planned = self.blocks.num_available_blocks - self.free
+        return max(0, self.blocks.num_unused_blocks - num_planned)
+
+    def add_drafts(self, row: ScheduledRow, drafts: tuple[int, ...]) -> None:
+        """Let a planned row compute drafts behind its tokens, in unused blocks where it needs further ones."""
+        sequence, end = row.sequence, row.end + len(drafts)
+        needed = self.blocks.num_blocks_needed(sequence.sequence_id, end)
+        self.rows[sequence.sequence_id] = replace(
+            row, num_tokens=row.num_tokens + len(drafts), num_new_blocks=needed, drafts=drafts)
+        self.budget -= len(drafts)
+        self._num_scorable -= len(drafts)
+        self.num_drafts += len(drafts)
+        self.free -= needed - row.num_new_blocks
 
     def num_planned_blocks(self, sequence: Sequence) -> int:
         """New blocks that the row of a running sequence gets in this step."""

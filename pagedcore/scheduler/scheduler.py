@@ -23,6 +23,7 @@ from pagedcore.scheduler.plan_state import PlanningRules, PlanState
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.policy_queues import PolicyQueues
 from pagedcore.scheduler.preemption import PreemptionRules
+from pagedcore.scheduler.speculation import Speculation
 from pagedcore.scheduler.stats import SchedulerCounters, SchedulerStats
 from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.scheduler.swapping import Swapping
@@ -66,6 +67,10 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self._in_flight: StepInFlight | None = None
         self.moves = Swapping(kv_cache, self.running, self.waiting, self.counters, preemption_rules)
+        self.speculation: Speculation | None = None
+        """What gives rows drafts; ``None``: nothing does."""
+        self._drafted: dict[int, ScheduledRow] = {}
+        """Rows of the committed step whose drafts are not settled, by sequence id."""
 
     @property
     def has_work(self) -> bool:
@@ -154,6 +159,9 @@ class Scheduler:
         state the queues and blocks are. The caller knows that no transfer is in flight.
         """
         self._in_flight = None
+        self._drafted = {}
+        if self.speculation is not None:
+            self.speculation.reset()
         self.kv_cache.reset()
         self.moves.reset()
         self.running.reset()
@@ -215,7 +223,9 @@ class Scheduler:
             self.rules = replace(self.rules, policy=self.queues.policy)
         is_free = most_tokens is None and self.queues.most_tokens is None
         rules = self.rules if is_free else self.queues.bounded(self.rules, most_tokens)
-        plan = self._plan(rules, may_wait=True)
+        # Why: a step that is tried again with fewer tokens has none to spare.
+        speculation = self.speculation if most_tokens is None else None
+        plan = self._plan(rules, may_wait=True, speculation=speculation)
         if not (plan.rows or plan.moves_blocks or self.is_gated or not self.has_work
                 or self.kv_cache.host.has_awaited):
             plan = self._plan(rules, may_wait=False)
@@ -301,7 +311,50 @@ class Scheduler:
         for row in rows:
             if row.sequence.sequence_id in started or row.sequence.num_cached_tokens is None:
                 self.moves.note_found(row.sequence, row.start)
+        if plan.num_drafts:
+            self._drafted = {row.sequence.sequence_id: row for row in rows if row.drafts}
         return self._advance(rows, sampled)
+
+    def accept(self, drawn: Mapping[int, int]) -> list[NewToken]:
+        """Book one more position of rows of the step that was just committed, of the draft that the last token of their
+        sequence equals; return what was appended, row by row. Rows of sequences that run no more are left alone.
+
+        Args:
+            drawn: by sequence id, the token that follows.
+
+        Raises:
+            InternalError: a row has no further draft.
+        """
+        news = list[NewToken]()
+        for number, token_id in drawn.items():
+            row = self._drafted.get(number)
+            if row is None or row.sequence.status is not _RUNNING:
+                continue
+            if row.sequence.num_computed_tokens >= row.end:
+                raise InternalError(f"accept: the row of sequence {number} has no further draft")
+            row.sequence.num_computed_tokens += 1
+            self._blocks.register(row.sequence, row.sequence.num_computed_tokens)
+            reason = row.sequence.append_token(token_id)
+            if reason is not None or row.sequence.has_other_angles:
+                self._stop_running(row.sequence, reason)
+            news.append(NewToken(row.sequence, token_id, reason))
+        return news
+
+    def settle(self, plan: SchedulePlan) -> None:
+        """End a committed step with drafts: what was not accepted is as if it had never been computed."""
+        for number, row in tuple(self._drafted.items()):
+            if row.sequence.status is _RUNNING:
+                self._settle_row(number)
+        self._drafted = {}
+        self.counters.num_drafted_tokens += plan.num_drafts
+
+    def _settle_row(self, number: int) -> None:
+        row = self._drafted.pop(number)
+        num_accepted = row.sequence.num_computed_tokens - row.known_end
+        self._blocks.shorten(row.sequence)
+        self.counters.num_accepted_tokens += num_accepted
+        if self.speculation is not None:
+            self.speculation.learn(row.sequence, len(row.drafts), num_accepted)
 
     def snapshot(self) -> dict[str, Any]:
         """Copy the state of scheduler, cache and sequences as plain values: what the next decisions depend on.
@@ -343,12 +396,14 @@ class Scheduler:
                 "Ask for fewer tokens, or build the engine with more KV blocks.",
             )
 
-    def _plan(self, rules: PlanningRules, *, may_wait: bool) -> SchedulePlan:
+    def _plan(
+        self, rules: PlanningRules, *, may_wait: bool, speculation: Speculation | None = None
+    ) -> SchedulePlan:
         queues = self.running.sequences, self.waiting.startable() if self.waiting.gated else self.waiting.sequences
         for phase in self._phases:
             of_phase = rules if phase == rules.phase else replace(rules, phase=phase)
             state = PlanState(of_phase, self.kv_cache, *queues)
-            planner = StepPlanner(state, may_wait=may_wait, view=self.queues.view)
+            planner = StepPlanner(state, may_wait=may_wait, view=self.queues.view, speculation=speculation)
             plan = planner.plan()
             self.waiting.failure = self.waiting.failure or planner.policy_failure
             if plan.rows or plan.moves_blocks:
@@ -380,12 +435,13 @@ class Scheduler:
         news = list[NewToken]()
         for row in rows:
             sequence = row.sequence
-            if row.start < sequence.num_prompt_tokens or row.num_tokens > 1:
-                self.counters.num_prefill_tokens += row.num_tokens
+            known_end = row.known_end if row.drafts else row.end
+            if row.start < sequence.num_prompt_tokens or known_end - row.start > 1:
+                self.counters.num_prefill_tokens += known_end - row.start
             else:
                 self.counters.num_decode_tokens += 1
-            sequence.num_computed_tokens = row.end
-            self._blocks.register(sequence, row.end)
+            sequence.num_computed_tokens = known_end
+            self._blocks.register(sequence, known_end)
             if not row.num_sampled:
                 if (first := sequence.hidden_from) is not None:
                     news += self._note_read(sequence, max(first, row.end))
@@ -397,13 +453,18 @@ class Scheduler:
                 self.moves.free_finished(sequence, is_trusted=True, is_movable=False)
                 continue
             reason = sequence.append_token(token_id)
-            if reason is not None:
-                self.running.remove_sequence(sequence)
-                self._mark_finished(sequence, reason)
-            elif sequence.has_other_angles:
-                self.moves.begin_anew(sequence)
+            if reason is not None or sequence.has_other_angles:
+                self._stop_running(sequence, reason)
             news.append(NewToken(sequence, token_id, reason))
         return news
+
+    def _stop_running(self, sequence: Sequence, reason: FinishReason | None) -> None:
+        """End a sequence, or without a reason let it begin anew with other angles."""
+        if reason is None:
+            self.moves.begin_anew(sequence)
+            return
+        self.running.remove_sequence(sequence)
+        self._mark_finished(sequence, reason)
 
     def _note_read(self, sequence: Sequence, num_read: int) -> list[NewToken]:
         """Note that hidden states were read up to a position; after the last one the sequence has finished."""
@@ -423,6 +484,10 @@ class Scheduler:
     def _mark_finished(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.move_to(_FINISHED)
         sequence.finish_reason = reason
+        if sequence.sequence_id in self._drafted:
+            self._settle_row(sequence.sequence_id)
+        if self.speculation is not None:
+            self.speculation.forget(sequence, reason)
         self.queues.note_length(sequence)
         # Why: a step in flight has not filled all blocks of the table, so they cannot be copied to the host; and its
         # next turn finds none that were computed by other angles.

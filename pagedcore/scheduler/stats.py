@@ -32,6 +32,8 @@ class SchedulerCounters:
     num_blocks_swapped_out: int = 0
     num_blocks_swapped_in: int = 0
     num_failed_transfers: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def snapshot(self) -> dict[str, Any]:
         """Copy all counts as plain values."""
@@ -76,6 +78,10 @@ class SchedulerStats:
     """Tokens that were found there."""
     num_failed_transfers: int
     """Transfers that failed or took too long."""
+    num_drafted_tokens: int
+    """Positions that were computed of tokens that might follow."""
+    num_accepted_tokens: int
+    """Those of them that did follow: each is a token of a completion beyond the one that a row has in any case."""
     preemption_estimate_error: float
     """Mean relative error of the estimates that preemptions were chosen by, 0 to 1."""
 
@@ -97,6 +103,7 @@ class SchedulerStats:
             num_preemptions_by_kind={kind.value: count for kind, count in counters.num_preemptions.items()},
             num_stalled_rows=counters.num_stalled_rows, num_failed_transfers=counters.num_failed_transfers,
             num_looked_up_tokens=counters.num_looked_up_tokens, num_cached_tokens=counters.num_cached_tokens,
+            num_drafted_tokens=counters.num_drafted_tokens, num_accepted_tokens=counters.num_accepted_tokens,
             preemption_estimate_error=costs.mean_relative_error,
         )
 

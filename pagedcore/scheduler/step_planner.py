@@ -28,20 +28,25 @@ from pagedcore.scheduler.plan import Preemption, PreemptionKind, SchedulePlan
 from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.policy_view import PolicyView
 from pagedcore.scheduler.preemption import Victim
+from pagedcore.scheduler.speculation import Speculation
 from pagedcore.sequence import Sequence
 
 
 class StepPlanner:
     """Plans the running sequences of one step, and then lets waiting ones start; used once."""
 
-    def __init__(self, state: PlanState, *, may_wait: bool, view: PolicyView) -> None:
+    def __init__(
+        self, state: PlanState, *, may_wait: bool, view: PolicyView, speculation: Speculation | None = None
+    ) -> None:
         """Take a state in which nothing is planned.
 
         Args:
             state: of the plan to make.
             may_wait: whether a running sequence may stall instead of others being preempted.
             view: what the policy decides by.
+            speculation: gives rows drafts, of what everything else has left; ``None``: there are none.
         """
+        self._speculation = speculation
         self._state, self._rules = state, state.rules
         self._kv_cache, self._blocks, self._host = state.kv_cache, state.blocks, state.host
         self._may_wait, self._view = may_wait, view
@@ -58,10 +63,12 @@ class StepPlanner:
             admission.admit_waiting()
             if self._rules.policy.preempts is not None and state.stopped_by in ("rows", "blocks"):
                 self._preempt_by_order(admission)
+        if self._speculation is not None and not state.preempted and not state.freed and not state.swap_ins:
+            self._speculation.add_drafts(state)
         return SchedulePlan(
             tuple(state.rows.values()), tuple(state.admitted), tuple(state.preempted.values()),
             tuple(state.freed.values()), tuple(state.swap_ins), state.num_stalled_rows, state.num_deferred,
-            tuple(state.capped), self._view.number, state.stopped_by,
+            tuple(state.capped), self._view.number, state.stopped_by, state.num_drafts,
         )
 
     def _advance_running(self) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
 
 Sampled = TypeVar("Sampled")
+Drawn = TypeVar("Drawn", contravariant=True)
 _BlockCopies = tuple[tuple[int, int], ...]
 
 
@@ -40,6 +41,18 @@ class StepHost(Protocol[Sampled]):
         """Take what the committed step has appended, row by row."""
 
 
+@runtime_checkable
+class TakesDrafts(Protocol[Drawn]):
+    """A ``StepHost`` whose sampled rows may go on behind their first token; of others no draft is accepted."""
+
+    def further_tokens(self, sampled: Drawn, place: int) -> Mapping[int, int]:
+        """Return the token behind the draft number ``place`` of a row, from 0, by sequence id, of those rows that have
+        accepted so many drafts and one more."""
+
+    def publish_further(self, news: ListOf[NewToken]) -> None:
+        """Take what ``further_tokens`` have appended, row by row."""
+
+
 def run_step(scheduler: Scheduler, host: StepHost[Sampled], most_tokens: int | None = None) -> SchedulePlan:
     """Run one step, and return its plan; a plan without rows has computed nothing.
 
@@ -63,9 +76,25 @@ def run_step(scheduler: Scheduler, host: StepHost[Sampled], most_tokens: int | N
             scheduler.rollback(plan)
             raise
         host.publish(plan, scheduler.commit(plan, host.tokens(plan, sampled)))
+        if plan.num_drafts:
+            _accept_drafts(scheduler, host, plan, sampled)
         if scheduler.kv_cache.host.num_blocks:
             host.move_blocks()
     return plan
+
+
+def _accept_drafts(
+    scheduler: Scheduler, host: StepHost[Sampled], plan: SchedulePlan, sampled: Sampled
+) -> None:
+    """Append what was drawn behind accepted drafts, one token of each row at a time, as if each had taken a step: what
+    a token ends ends there, and what was drawn behind it is not looked at.
+    """
+    if isinstance(host, TakesDrafts):
+        place = 0
+        while drawn := host.further_tokens(sampled, place):
+            host.publish_further(scheduler.accept(drawn))
+            place += 1
+    scheduler.settle(plan)
 
 
 def next_plan(scheduler: Scheduler, host: StepHost[Sampled], most_tokens: int | None = None) -> SchedulePlan:

@@ -55,6 +55,7 @@ ACCEPTED = {
     "control_tokens_in_chats": [False, True],
     "check_invariants": [False, True],
     "flight_recorder": ["off", "on", "tokens"],
+    "speculation": ["off", "auto", {}, {"sources": ["text", "grammar"]}, {"sources": ("completions",), "most": 64}],
     "seed": [0, 2**63 - 1],
 }
 
@@ -97,6 +98,8 @@ REFUSED = {
     "control_tokens_in_chats": [None, 0, 1, "false"],
     "check_invariants": [None, 0, 1, "True"],
     "flight_recorder": [None, True, "", "all"],
+    "speculation": [None, True, "", "on", {"source": ["text"]}, {"sources": []}, {"sources": "text"}, {"most": 0},
+                    {"most": 65}, {"most": True}, {"sources": ["model"]}, [], {1: 2}],
     "seed": [-1, 2**63, None, True, 1.0, "1"],
 }
 
@@ -193,7 +196,7 @@ def test_four_times_as_many_may_wait_as_run_unless_said():
 
 @pytest.mark.parametrize(("name", "advice"), [
     ("enable_lora", "merge them into the weights"), ("tensor_parallel_size", "computes on one device"),
-    ("speculative_config", "no speculative decoding"), ("quantization_config", 'quantization="w8a8"'),
+    ("speculative_config", 'speculation="auto"'), ("quantization_config", 'quantization="w8a8"'),
     ("gpu_memory_utilization", 'kv_cache_memory="4GiB"'), ("swap_space", 'host_kv_memory="4GiB"'),
 ])
 def test_settings_of_other_engines_say_what_there_is_instead(name, advice):

@@ -12,7 +12,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pagedcore.execution.sampler import RowAdjuster, Sampler
+from pagedcore.execution.row_adjuster import RowAdjuster
+from pagedcore.execution.sampler import Sampler
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Sequence, SequenceStatus
 from support.sampling_reference import Draw, choose, explains, kept_tokens, weights_of
@@ -38,7 +39,7 @@ def make_logits(num_rows, seed=0, vocab_size=VOCAB_SIZE):
 def adjusted(sequence, row):
     """What a fresh adjuster makes of a copy of the row."""
     copy = row.copy()
-    RowAdjuster(sequence, len(row)).adjust(copy)
+    RowAdjuster(sequence, len(row)).adjust(copy, sequence)
     return copy
 
 

@@ -47,7 +47,8 @@ DOOR = "decides at the door; whoever was accepted is accepted"
 
 LEFT_OUT: dict[type, dict[str, str]] = {
     Scheduler: {"_blocks": WIRING, "_num_pool_tokens": SETTING, "rules": SETTING, "gate": SETTING,
-                "_in_flight": LANDED, "waiting": WIRING, "running": WIRING},
+                "_in_flight": LANDED, "_drafted": LANDED, "waiting": WIRING, "running": WIRING,
+                "speculation": "decides about drafts, and those of a plan are recorded"},
     KVCacheManager: {},
     BlockManager: {"num_blocks": SETTING, "policy": SETTING, "block_size": SETTING, "copies_blocks": SETTING,
                    "hasher": SETTING, "_sources": LANDED},
@@ -157,9 +158,11 @@ def make_unusual(scheduler: Scheduler) -> None:
     queues, moves = (scheduler.waiting, scheduler.running), scheduler.moves
     for one in [one for queue in queues for one in queue]:
         one.seed, one.is_in_session, one.is_adjusted, one.num_logprobs, one.score = 7, True, True, 2, -1.5
-        one.finish_reason, one.options = "abort", replace(one.options, ttft_ms=5.0, tpot_ms=9.0)
+        one.finish_reason = "abort"
+        one.options = replace(one.options, ttft_ms=5.0, tpot_ms=9.0, speculate=False)
     scheduler.waiting.gated = {one.sequence_id for one in scheduler.waiting.never_started()}
     scheduler.costs.loss_share = 0.25
+    scheduler.counters.num_drafted_tokens, scheduler.counters.num_accepted_tokens = 5, 2
     moves.due, moves.parked = list(scheduler.kv_cache.host.in_flight.values()), {10**6}
     for decision in moves._open.values():
         decision.actual_s = 0.25

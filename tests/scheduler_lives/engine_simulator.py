@@ -27,7 +27,8 @@ from scheduler_lives.clients import FAILURES, PROMPT_TOKENS, Client
 from scheduler_lives.faults import Faults, RudeObserver, SimBackend, SimTokenizer, silence
 from scheduler_lives.laws import SimulationFailure, failure_of, require
 from scheduler_lives.one_thread import Turns, one_thread
-from support.doubles import FakeClock
+from support.doubles import VOCAB_SIZE, FakeClock, toy_answer
+from support.drafts import Adversary, let_guess
 
 QUIET_TURNS = 5
 MOST_TURNS = 5000
@@ -36,8 +37,10 @@ MOST_TURNS = 5000
 class EngineSimulation:
     """One life, from an engine without callers to an engine without callers."""
 
-    def __init__(self, seed: int, has_faults: bool = False, has_formation: bool = False) -> None:
-        self.seed, self.has_faults = seed, has_faults
+    def __init__(
+        self, seed: int, has_faults: bool = False, has_formation: bool = False, has_drafts: bool = False
+    ) -> None:
+        self.seed, self.has_faults, self.has_drafts = seed, has_faults, has_drafts
         self.rng = rng = random.Random(f"engine {seed}")
         self.clock = FakeClock()
         self.turns = Turns(rng, self.clock)
@@ -144,6 +147,9 @@ class EngineSimulation:
             self.backend, tokenizer=SimTokenizer(self.faults) if self.has_text else None,
             plugins=[RudeObserver(self.faults)], **{**self.settings, "host_kv_memory": host},
         ), self.clock)
+        if self.has_drafts:
+            self.drafts = Adversary(toy_answer, VOCAB_SIZE, self.seed)
+            let_guess(self.engine, self.drafts, VOCAB_SIZE)
         self.faults.is_on = self.has_faults
         self._step_pending, self.engine.step_pending = self.engine.step_pending, self._step  # type: ignore[method-assign]
         self.async_engine = AsyncEngine(self.engine, stream_interval_s=self.rng.choice([0.0, 0.05, 1.0]))
@@ -243,6 +249,8 @@ class EngineSimulation:
         require(len(engine.sessions) == 0, f"{len(engine.sessions)} sessions are left")
         require(not list(engine.requests), f"{len(list(engine.requests))} requests are left")
         require(not engine.sessions.parking.directory.files, "parked files are left")
+        forgets = self.has_drafts and engine.scheduler.speculation.failure is None  # type: ignore[union-attr]
+        require(not forgets or not self.drafts.live, "a source of drafts remembers sequences that are gone")
         commands = worker._commands
         parts = [vars(one) for one in (worker, worker._flusher, commands, commands.places)]
         for name, value in [item for part in parts for item in part.items()]:

@@ -86,7 +86,7 @@ class ToyBackend:
     eos_token_ids = frozenset({VOCAB_SIZE - 1})
     block_size = 4
     kv_bytes_per_token = 16
-    is_schedule_invariant = True
+    is_schedule_invariant = takes_positions_back = True
     num_short_tokens: int | None = None
     """With a number, slots of long sequences are told from those of short ones, and no row reads both."""
 

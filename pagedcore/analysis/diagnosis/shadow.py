@@ -53,11 +53,15 @@ class ShadowTags:
         self.violations: list[Violation] = []
         self._digests: dict[int, list[int]] = {}
 
-    def expected(self, sequence: Sequence, start: int, end: int) -> Tags:
-        """Return the tags of a sequence's positions, shape [end - start, 3]."""
+    def expected(self, sequence: Sequence, start: int, end: int, drafts: tuple[int, ...] = ()) -> Tags:
+        """Return the tags of a sequence's positions, shape [end - start, 3], the last of which are of drafts."""
         digests = self._digests.setdefault(sequence.sequence_id, [])
         for token_id in sequence.token_ids[len(digests) : end]:
             digests.append(hash((digests[-1] if digests else 0, token_id)))
+        if drafts:
+            digests = digests[: end - len(drafts)]
+            for token_id in drafts:
+                digests.append(hash((digests[-1], token_id)))
         tags = np.full((end - start, 3), hash(sequence.block_root) or 1)
         tags[:, 1], tags[:, 2] = np.arange(start, end), digests[start:end]
         return tags
@@ -207,7 +211,8 @@ class ShadowRunner(ModelRunner):
             raise InternalError("; ".join(one.what for one in self._tags.violations))
         sampled = super().execute(rows, block_manager)
         for row, table in zip(rows, tables, strict=True):
-            self._tags.write(table, row.start, self._tags.expected(row.sequence, row.start, row.end), row.end)
+            tags = self._tags.expected(row.sequence, row.start, row.end, row.drafts)
+            self._tags.write(table, row.start, tags, row.end)
         return sampled
 
     def _prepare(self, row: ScheduledRow, table: npt.NDArray[np.int32]) -> None:

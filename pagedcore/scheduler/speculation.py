@@ -1,0 +1,167 @@
+"""Which rows of a plan have drafts, and how many: tokens that may follow, computed in the step that draws the first.
+
+Drafts get what everything else in a plan has left of tokens, and of blocks that hold nothing, so nothing is preempted,
+delayed or evicted for them. ``drafting`` says what may follow and how many are worth their rows, which in a full batch
+are none. That they change no answer is the law of ``Sampler.sample_drafted``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from collections.abc import Sequence as ListOf
+from contextlib import contextmanager
+from typing import Final, Protocol
+
+from pagedcore.drafting.offers import Chances, share_out
+from pagedcore.errors import InvalidDrafts
+from pagedcore.kv_cache.prefix_match import NO_MATCH
+from pagedcore.outputs import FinishReason
+from pagedcore.scheduler.cost_model import CostModel
+from pagedcore.scheduler.plan import ScheduledRow
+from pagedcore.scheduler.plan_state import PlanState
+from pagedcore.sequence import Sequence
+
+_LEAST_GAIN: Final = 0.95
+"""Chance of the best draft: where not even one of these is worth its row, none is looked for."""
+_log = logging.getLogger("pagedcore")
+
+
+class DraftSource(Protocol):
+    """Says what may follow. It need not be right, and is not trusted.
+
+    For the same tokens it says the same, until something is observed, forgotten or begun.
+    """
+
+    def begin(self, sequence_id: int, root: bytes, token_ids: ListOf[int]) -> None:
+        """Note that a sequence begins to decode, with all its tokens; those behind one root may learn of each other."""
+
+    def chances(self, sequence_id: int, token_ids: ListOf[int]) -> Chances:
+        """Return how likely drafts behind these tokens are right."""
+
+    def propose(self, sequence_id: int, token_ids: ListOf[int], most: int) -> tuple[int, ...]:
+        """Return at most ``most`` tokens that may follow these."""
+
+    def observe(self, sequence_id: int, num_tokens: int, num_offered: int, num_kept: int) -> None:
+        """Learn how many of the drafts of a row were right, the first ones; the sequence has ``num_tokens`` now."""
+
+    def forget(self, sequence_id: int, token_ids: ListOf[int], keep: bool) -> None:
+        """Note that a sequence has ended; ``keep``: by itself, so that others behind its root may repeat it."""
+
+
+class Speculation:
+    """Gives rows of a plan drafts.
+
+    Invariant: a plan is a function of the scheduler's state; only ``learn``, ``forget`` and ``reset`` change anything.
+    Invariant: nothing of a source reaches a plan that is no token of the vocabulary; a source that says something else,
+        or raises, is not asked again.
+    """
+
+    def __init__(self, source: DraftSource, costs: CostModel, vocab_size: int, most: int) -> None:
+        """Give at most ``most`` drafts to a row."""
+        self._source: DraftSource | None = source
+        self._costs, self._vocab_size, self._most = costs, vocab_size, most
+        self._begun: set[int] = set()
+        self.failure: InvalidDrafts | None = None
+        """Why there are no drafts any more."""
+
+    def add_drafts(self, state: PlanState) -> None:
+        """Let the rows of a plan that decode have drafts, as long as there is room."""
+        rows = [row for row in state.rows.values() if _may_have_drafts(row)]
+        if not rows or self._source is None:
+            return
+        with self._asking():
+            self._add_drafts(state, rows, self._source)
+
+    def learn(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
+        """Learn how many of the drafts of a row were right."""
+        if self._source is None or sequence.sequence_id not in self._begun:
+            return
+        with self._asking():
+            self._source.observe(sequence.sequence_id, len(sequence.token_ids), num_drafts, num_right)
+
+    def forget(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Forget a sequence that has ended."""
+        if self._source is None or sequence.sequence_id not in self._begun:
+            return
+        self._begun.remove(sequence.sequence_id)
+        with self._asking():
+            self._source.forget(sequence.sequence_id, sequence.token_ids, reason in ("stop", "length"))
+
+    def reset(self) -> None:
+        """Forget all sequences, whose tokens may have been taken back."""
+        begun, self._begun = self._begun, set()
+        if self._source is not None:
+            with self._asking():
+                for number in begun:
+                    self._source.forget(number, (), False)
+
+    def give_up(self, error: Exception) -> None:
+        """Give no drafts any more, after a failure of the source or of a model that computed some."""
+        if self.failure is None:
+            self.failure, self._source = InvalidDrafts(f"no drafts any more, after {type(error).__name__}"), None
+            self.failure.__cause__, self._begun = error, set()
+            _log.error("speculation: %s; the engine continues without", self.failure)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        try:
+            yield
+        except MemoryError:
+            raise
+        except Exception as error:  # the source may be another one's
+            self.give_up(error)
+
+    def _add_drafts(self, state: PlanState, rows: ListOf[ScheduledRow], source: DraftSource) -> None:
+        for row in rows:
+            sequence = row.sequence
+            if sequence.sequence_id not in self._begun:
+                source.begin(sequence.sequence_id, sequence.cache_root, sequence.token_ids)
+                self._begun.add(sequence.sequence_id)
+        times = self._costs.steps.times
+        step_s = times.seconds(0, len(rows), sum([row.end for row in rows]))
+        row_s = times.prefill_token_s + times.kv_token_s
+        room = state.num_draftable
+        if room <= 0 or _LEAST_GAIN * step_s <= len(rows) * row_s:
+            return
+        chances = [source.chances(row.sequence.sequence_id, row.sequence.token_ids) for row in rows]
+        rooms = [min(self._most, _num_allowed(state, row)) for row in rows]
+        counts = share_out(chances, rooms, room, num_sampled=len(rows), step_s=step_s, row_s=row_s)
+        for row, count in zip(rows, counts, strict=True):
+            # Why again: rows before this one may have taken the blocks.
+            if (most := min(count, _num_allowed(state, row))) > 0:
+                drafts = source.propose(row.sequence.sequence_id, row.sequence.token_ids, most)
+                self._require_tokens(drafts, most)
+                if drafts:
+                    state.add_drafts(row, drafts)
+
+    def _require_tokens(self, drafts: object, most: int) -> None:
+        if not isinstance(drafts, tuple) or len(drafts) > most:
+            raise InvalidDrafts(f"drafts: got {type(drafts).__name__}, allowed is a tuple of up to {most} token ids")
+        for token_id in drafts:
+            if type(token_id) is not int or not 0 <= token_id < self._vocab_size:
+                raise InvalidDrafts(
+                    f"drafts: got a {type(token_id).__name__}, allowed are token ids from 0 to {self._vocab_size - 1}")
+
+
+def _may_have_drafts(row: ScheduledRow) -> bool:
+    """Whether a row may have drafts at all."""
+    sequence, params = row.sequence, row.sequence.params
+    if not row.is_decode or row.match is not NO_MATCH or not sequence.options.speculate:
+        return False
+    # Why: a beam's next token is chosen when all beams are computed. And only text can tell where a stop string ends a
+    # completion, so a processor would be given what comes behind it.
+    return params.beam_width == 1 and (params.logits_processor is None or not params.stop)
+
+
+def _num_allowed(state: PlanState, row: ScheduledRow) -> int:
+    """Return how many drafts a row may have, whatever they are worth."""
+    sequence, size = row.sequence, state.blocks.block_size
+    num_tokens = len(sequence.token_ids)
+    # Why: blocks are those of the positions, so the rest of the last one is its own.
+    num_positions = (-(-row.end // size) + state.num_unused_blocks) * size - row.end
+    # Why one less: each row has a token in any case, and so has the one of the last draft.
+    most = min(state.num_draftable, num_positions, sequence.max_total_tokens - num_tokens - 1)
+    if sequence.num_short_tokens is not None and not sequence.is_long:
+        most = min(most, sequence.num_short_tokens - num_tokens)
+    return max(0, most)
