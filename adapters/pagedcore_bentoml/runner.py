@@ -136,6 +136,7 @@ class PagedCoreRunner(EngineLifetime):
             deadline_s: when it should end, in seconds, under the "deadline" policy; others refuse it.
             ttft_ms: the longest time to the first token, in milliseconds, likewise.
             tpot_ms: the longest mean time from token to token, in milliseconds, likewise.
+            speculate: whether tokens may be guessed ahead, in an engine with ``speculation``; the answer is the same.
             suffix: text behind the completion, which fills the gap, of a model with fill-in-the-middle tokens.
             ctx: BentoML's; an endpoint of your own that calls this one passes its own on, for ``salt_of``.
         """

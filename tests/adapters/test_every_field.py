@@ -60,7 +60,7 @@ SAMPLING: dict[str, Any] = {
 POLICIES = ("deadline_s", "ttft_ms", "tpot_ms", "timeout_s")
 OPTIONS: dict[str, Any] = {
     "priority": 2, "cache_salt": "salt", "request_id": "label", "tenant": "tenant", "weight": 2.0, "deadline_s": 5.0,
-    "ttft_ms": 5.0, "tpot_ms": 5.0, "timeout_s": 1e-9,
+    "ttft_ms": 5.0, "tpot_ms": 5.0, "timeout_s": 1e-9, "speculate": False,
 }
 """Under a policy that has priorities, so that what other policies have is refused by its name."""
 WORDS: dict[str, Any] = {

@@ -213,7 +213,7 @@ STEPS = (
            "groups, self._host.plan = self._outputs.groups, _NO_PLAN; self._outputs.take_untold()",
            "plugins/test_plugins.py::test_a_signal_while_a_finished_request_is_told_comes_at_the_end_of_the_step"),
     Mutant("A lack of memory in the forward ends the batch.", _STEP,
-           "if most_tokens is not None or not is_out_of_memory(error):", "if True:",
+           "if is_halved or not is_out_of_memory(error):", "if True:",
            "engine/test_bad_rows.py::test_a_step_without_memory_is_repeated_with_half_of_its_tokens[4]"),
     Mutant("The gate opens before every step.", "pagedcore/scheduler/step_recipe.py",
            "scheduler.gated_s(host.now()) <= 0.0", "True",
@@ -223,7 +223,7 @@ STEPS = (
            "analysis/quotes/test_quotes.py::test_a_quote_knows_that_a_request_waits_for_company[0-False]"),
     Mutant("Any number of refusals is read.", "pagedcore/analysis/recorder/recording.py",
            "0 < one <= _MOST_REFUSED", "True", "analysis/recorder/test_recordings.py::test_a_forged_file_is_refused"),
-    Mutant("One bad row ends the batch.", "pagedcore/execution/model_runner.py", "if len(rows) == 1 or", "if True or",
+    Mutant("One bad row ends the batch.", "pagedcore/execution/model_runner.py", "if len(rows) == 1:", "if True:",
            "engine/test_bad_rows.py::test_seven_of_eight_callers_finish"),
 )
 
@@ -238,7 +238,8 @@ RECORDINGS = (
            "return most if self.hidden_from is None else min(most, self.hidden_from)", "return most",
            "scheduler_lives/test_simulation.py::test_lives_with_readers[False]"),
     Mutant("Beside chats that are greedy, texts are not read.", "pagedcore/execution/model_runner.py",
-           "is_plain = batch.hidden_rows is None and", "is_plain =",
+           "is_plain = batch.hidden_rows is None and len(batch.logits_rows) == len(sequences)",
+           "is_plain = len(batch.logits_rows) == len(sequences)",
            "engine/test_embeddings.py::test_vectors_are_the_same_bytes_for_any_schedule[last]"),
     Mutant("The first token of a given completion is not scored.", "pagedcore/requests/scoring.py",
            "num_unscored=num_prompt - 1,", "num_unscored=num_prompt,",
@@ -457,7 +458,34 @@ LENGTHS = (
            "engine/test_long_angles.py::test_recordings_tell_long_from_short"),
 )
 
+_SPECULATION = "pagedcore/scheduler/speculation.py"
+_DRAFTS = "engine/test_speculation.py::test_"
+
+DRAFTS = (
+    Mutant("A wrong draft is kept.", "pagedcore/execution/sampler.py",
+           "len(drawn) < depth or drawn[-1].token_id != row.drafts[depth - 1]", "len(drawn) < depth",
+           _DRAFTS + "a_processor_sees_no_beginning_that_is_none[more0]"),
+    Mutant("What is behind an end is processed.", "pagedcore/execution/sampler.py",
+           "row.sequence.num_output_tokens + depth) is None", "row.sequence.num_output_tokens + depth) != 1",
+           _DRAFTS + "a_processor_sees_no_beginning_that_is_none[more0]"),
+    Mutant("Blocks of rejected drafts are kept.", "pagedcore/scheduler/scheduler.py",
+           "        self._blocks.shorten(row.sequence)\n", "",
+           _DRAFTS + "right_drafts_save_steps_and_wrong_ones_save_fewer"),
+    Mutant("A block is evicted for drafts.", "pagedcore/scheduler/plan_state.py",
+           "return max(0, self.blocks.num_unused_blocks - num_planned)", "return self.free",
+           _DRAFTS + "drafts_have_what_is_left_and_nothing_is_taken_for_them"),
+    Mutant("A source of drafts is trusted.", _SPECULATION,
+           "or not 0 <= token_id < self._vocab_size", "or not 0 <= token_id",
+           _DRAFTS + "a_source_that_is_not_to_be_trusted_ends_speculation_and_nothing_else[(1, 32)]"),
+    Mutant("A processor is asked behind a stop string.", _SPECULATION,
+           "params.beam_width == 1 and (params.logits_processor is None or not params.stop)", "params.beam_width == 1",
+           _DRAFTS + "a_processor_sees_no_beginning_that_is_none[more1]"),
+    Mutant("A draft is short behind the border of long sequences.", _SPECULATION,
+           "sequence.num_short_tokens is not None and not sequence.is_long", "False",
+           _DRAFTS + "a_sequence_that_becomes_long_has_no_draft_behind_the_border"),
+)
+
 MUTANTS = (
     *REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *STRUCTURED, *SIMULATION, *POLICIES, *TOOLS,
-    *LENGTHS,
+    *LENGTHS, *DRAFTS,
 )

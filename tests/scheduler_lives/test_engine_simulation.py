@@ -176,3 +176,14 @@ def test_a_defect_is_found(mutant: Callable[[Patch], None], monkeypatch: Patch) 
     with pytest.raises(SimulationFailure, match="again with"):  # noqa: PT012
         for seed in range(30):
             EngineSimulation(seed, has_faults=seed % 2 == 1).run()
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_callers_of_an_engine_with_drafts(has_faults: bool) -> None:
+    """Drafts that are right, wrong, too few and too many change no completion, break no law and are forgotten."""
+    num_accepted = 0
+    for seed in range(500 + first_seed(), 500 + first_seed() + scaled(3)):
+        life = EngineSimulation(seed, has_faults, has_formation=seed % 2 == 1, has_drafts=True).run()
+        num_accepted += life.engine.stats().num_accepted_tokens
+    assert num_accepted > 0
