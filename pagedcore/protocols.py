@@ -463,6 +463,19 @@ class MaskRows(Protocol):
         """
 
 
+class ForcedTokens(Protocol):
+    """Says what constraints leave no choice about."""
+
+    def __call__(self, constraint: Constraint, token_ids: Sequence[int], most: int, /) -> tuple[int, ...]:
+        """Return at most ``most`` tokens that are the only ones allowed, one after the other.
+
+        Args:
+            constraint: of a sequence.
+            token_ids: its completion so far.
+            most: how many are of use.
+        """
+
+
 class LogitsProcessor(Protocol):
     """Changes the logits of one completion before a token is chosen (``SamplingParams.logits_processor``).
 

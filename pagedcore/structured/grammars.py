@@ -147,6 +147,12 @@ class Grammars:
                 np.putmask(row, (bits == 0) & (row < np.inf), -np.inf)
         return failures
 
+    def forced(self, constraint: Constraint, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+        """Return the tokens that a grammar forces next; as ``ForcedTokens``."""
+        matcher = cast(GrammarCursor, constraint).matcher_after(token_ids)
+        # Why no draft is tried on the matcher: what a wrong one costs would count for the masks of the right ones.
+        return () if matcher.is_error() else tuple(matcher.compute_ff_tokens()[:most])
+
     def _read_vocabulary(self) -> Vocabulary:
         if self._vocabulary is not None:
             return self._vocabulary
