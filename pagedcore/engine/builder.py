@@ -161,7 +161,7 @@ def _assemble(
         gate=BatchGate(config.min_batch_size, config.max_wait_s), phases=config.phases,
         prefill_share=config.prefill_share,
     )
-    scheduler.speculation, speculation = _speculation(backend, config, scheduler)
+    scheduler.speculation, speculation = _speculation(backend, config, scheduler, grammars)
     observers = _promise_deadlines(scheduler) if policy.promises else ()
     store, form = memory.store, kv_format(backend, memory.block_size)
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
@@ -180,7 +180,7 @@ def _assemble(
 
 
 def _speculation(
-    backend: ModelBackend, config: EngineConfig, scheduler: Scheduler
+    backend: ModelBackend, config: EngineConfig, scheduler: Scheduler, grammars: Grammars
 ) -> tuple[Speculation | None, str]:
     """Return what gives rows drafts, and whether there is that, in words."""
     rules = rules_of(config.speculation)
@@ -191,7 +191,8 @@ def _speculation(
             raise InvalidConfig(f'speculation: got a mapping, allowed is "auto" or "off" here: {reason}.')
         return None, f"off: {reason}"
     source = Drafts([one for one in rules.sources if one in DRAFTS_FROM])
-    return Speculation(source, scheduler.costs, backend.vocab_size, rules.most), "on"
+    forced = grammars.forced if "grammar" in rules.sources else None
+    return Speculation(source, scheduler.costs, backend.vocab_size, rules.most, forced), "on"
 
 
 def why_no_drafts(backend: ModelBackend, config: EngineConfig) -> str:

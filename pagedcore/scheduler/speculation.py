@@ -17,6 +17,7 @@ from pagedcore.drafting.offers import Chances, share_out
 from pagedcore.errors import InvalidDrafts
 from pagedcore.kv_cache.prefix_match import NO_MATCH
 from pagedcore.outputs import FinishReason
+from pagedcore.protocols import ForcedTokens
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.scheduler.plan_state import PlanState
@@ -24,6 +25,8 @@ from pagedcore.sequence import Sequence
 
 _LEAST_GAIN: Final = 0.95
 """Chance of the best draft: where not even one of these is worth its row, none is looked for."""
+_FORCED: Final = Chances(0.9, 0.9)
+"""Of what a grammar forces: it decides the text, and the model which tokens make it up."""
 _log = logging.getLogger("pagedcore")
 
 
@@ -57,9 +60,12 @@ class Speculation:
         or raises, is not asked again.
     """
 
-    def __init__(self, source: DraftSource, costs: CostModel, vocab_size: int, most: int) -> None:
-        """Give at most ``most`` drafts to a row."""
+    def __init__(
+        self, source: DraftSource, costs: CostModel, vocab_size: int, most: int, forced: ForcedTokens | None = None
+    ) -> None:
+        """Give at most ``most`` drafts to a row, and to one with a constraint what ``forced`` says, if it is given."""
         self._source: DraftSource | None = source
+        self._forced = forced
         self._costs, self._vocab_size, self._most = costs, vocab_size, most
         self._begun: set[int] = set()
         self.failure: InvalidDrafts | None = None
@@ -124,16 +130,28 @@ class Speculation:
         room = state.num_draftable
         if room <= 0 or _LEAST_GAIN * step_s <= len(rows) * row_s:
             return
-        chances = [source.chances(row.sequence.sequence_id, row.sequence.token_ids) for row in rows]
+        forced = [self._forced_of(row.sequence) for row in rows]
+        chances = [
+            source.chances(row.sequence.sequence_id, row.sequence.token_ids) if not one else _FORCED
+            for row, one in zip(rows, forced, strict=True)
+        ]
         rooms = [min(self._most, _num_allowed(state, row)) for row in rows]
         counts = share_out(chances, rooms, room, num_sampled=len(rows), step_s=step_s, row_s=row_s)
-        for row, count in zip(rows, counts, strict=True):
+        for row, count, one in zip(rows, counts, forced, strict=True):
             # Why again: rows before this one may have taken the blocks.
             if (most := min(count, _num_allowed(state, row))) > 0:
                 drafts = source.propose(row.sequence.sequence_id, row.sequence.token_ids, most)
                 self._require_tokens(drafts, most)
+                # Why: what is certain is followed by what is likely, where the two agree.
+                if one and drafts[: len(one)] != one[:most]:
+                    drafts = one[:most]
                 if drafts:
                     state.add_drafts(row, drafts)
+
+    def _forced_of(self, sequence: Sequence) -> tuple[int, ...]:
+        if self._forced is None or sequence.constraint is None:
+            return ()
+        return self._forced(sequence.constraint, sequence.output_token_ids, self._most)
 
     def _require_tokens(self, drafts: object, most: int) -> None:
         if not isinstance(drafts, tuple) or len(drafts) > most:

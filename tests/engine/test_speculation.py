@@ -107,6 +107,12 @@ class Known:
         return found[0][size : size + most] if found else []
 
 
+def forced_of(engine: Engine) -> Any:
+    """What its grammars leave no choice about."""
+    grammars: Any = engine.input_processor.grammars
+    return grammars.forced
+
+
 @pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[Engine, Engine]]:
     """Two engines of the demo model; the second one, in whose small pool requests preempt each other, has drafts."""
@@ -130,7 +136,7 @@ def test_answers_are_the_same_bytes_with_drafts_and_without(engines: tuple[Engin
         expected.append(plain.output_of(request))
         request.remove()
     source = Adversary(known, vocab_size)
-    let_guess(drafting, source, vocab_size)
+    let_guess(drafting, source, vocab_size, forced=forced_of(drafting))
     live: list[Request] = []
     for one in asked:
         while not drafting.can_accept(3):
@@ -236,7 +242,8 @@ def test_a_source_that_is_not_to_be_trusted_ends_speculation_and_nothing_else(pr
 
 
 @pytest.mark.parametrize("more", [
-    {"stop_token_ids": [4]}, {"stop": [letters(toy_answer([3, 5, 7, 9, 11], 7)[6:])]}, {"temperature": 1.0, "min_tokens": 3, "repetition_penalty": 1.2},
+    {"stop_token_ids": [4]}, {"stop": [letters(toy_answer([3, 5, 7, 9, 11], 7)[6:])]},
+    {"temperature": 1.0, "min_tokens": 3, "repetition_penalty": 1.2},
 ])
 def test_a_processor_sees_no_beginning_that_is_none(more: dict[str, Any]) -> None:
     """With drafts, most of them wrong, it is called with the same tokens and the same rows as without."""
@@ -406,3 +413,17 @@ def test_the_built_in_sources_are_right_where_a_text_repeats_itself() -> None:
     output = engine.generate([PROMPT * 2], params)[0].outputs[0]
     assert list(output.token_ids) == PROMPT * 8
     assert engine.stats().num_accepted_tokens >= 20
+
+
+def test_what_a_grammar_forces_is_computed_in_one_step(engines: tuple[Engine, Engine]) -> None:
+    """A form with few choices takes fewer steps than it has tokens, and is the same text."""
+    plain, drafting = engines
+    form = {"regex": "(yes|no), and that is all [0-9]"}
+    params = SamplingParams(max_tokens=60, temperature=1.0, seed=4, structured=form)
+    wanted = plain.generate([PROMPTS[0]], params)[0].outputs[0]
+    let_guess(drafting, Script(lambda token_ids, most: ()), plain.input_processor.vocab_size, 16,
+              forced_of(drafting))
+    num_steps = drafting.stats().num_steps
+    output = drafting.generate([PROMPTS[0]], params)[0].outputs[0]
+    assert output == replace(wanted, itl_s=output.itl_s)
+    assert drafting.stats().num_steps - num_steps <= len(output.token_ids) - 6

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from pagedcore.drafting.offers import Chances
 from pagedcore.engine.engine import Engine
+from pagedcore.protocols import ForcedTokens
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.speculation import DraftSource, Speculation
 
@@ -56,7 +57,9 @@ class Adversary:
         return tuple(drafts[: rng.choice([most, rng.randint(1, most)])])
 
 
-def let_guess(engine: Engine, source: DraftSource, vocab_size: int, most: int = 6) -> Speculation:
+def let_guess(
+    engine: Engine, source: DraftSource, vocab_size: int, most: int = 6, forced: ForcedTokens | None = None
+) -> Speculation:
     """Let an engine have drafts of a source wherever there is room: steps seem to cost what they do at first."""
-    speculation = engine.scheduler.speculation = Speculation(source, CostModel(), vocab_size, most)
+    speculation = engine.scheduler.speculation = Speculation(source, CostModel(), vocab_size, most, forced)
     return speculation
