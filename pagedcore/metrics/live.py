@@ -205,16 +205,17 @@ class LiveRows:
         track.end_s, track.step = now_s, step
         track.num_tokens += row.num_tokens
         if row.num_sampled:
-            self._count(track, now_s)
+            # Why: of several tokens of a step, each is one; and a step may have ended before the last of them.
+            self._count(track, now_s, len(row.sequence.token_ids) - row.known_end if row.drafts else 1)
 
-    def _count(self, track: _Track, now_s: float) -> None:
+    def _count(self, track: _Track, now_s: float, num_sampled: int) -> None:
         salt, metrics = track.request.options.salt, track.request.metrics
         if salt not in self._progress and len(self._progress) >= MAX_KEPT:
             return
         progress = self._progress.setdefault(salt, Progress())
-        progress.num_sampled += 1
+        progress.num_sampled += num_sampled
         if track.sampled_s is not None:
-            progress.num_intervals += 1
+            progress.num_intervals += num_sampled
             progress.intervals_s += now_s - track.sampled_s
         elif (metrics.first_token_s or 0.0) > self._step_end_s and metrics.ttft_s is not None:
             progress.ttfts_s.append(metrics.ttft_s)

@@ -49,7 +49,9 @@ class DraftSource(Protocol):
         """Learn how many of the drafts of a row were right, the first ones; the sequence has ``num_tokens`` now."""
 
     def forget(self, sequence_id: int, token_ids: ListOf[int], keep: bool) -> None:
-        """Note that a sequence has ended; ``keep``: by itself, so that others behind its root may repeat it."""
+        """Note that a sequence has ended; ``keep``: by itself, so that others behind its root may repeat it. One that is
+        not known is no fault.
+        """
 
 
 class Speculation:
@@ -90,17 +92,17 @@ class Speculation:
         """Forget a sequence that has ended."""
         if self._source is None or sequence.sequence_id not in self._begun:
             return
-        self._begun.remove(sequence.sequence_id)
         with self._asking():
             self._source.forget(sequence.sequence_id, sequence.token_ids, reason in ("stop", "length"))
+        self._begun.discard(sequence.sequence_id)
 
     def reset(self) -> None:
         """Forget all sequences, whose tokens may have been taken back."""
-        begun, self._begun = self._begun, set()
         if self._source is not None:
             with self._asking():
-                for number in begun:
+                for number in self._begun:
                     self._source.forget(number, (), False)
+        self._begun = set()
 
     def give_up(self, error: Exception) -> None:
         """Give no drafts any more, after a failure of the source or of a model that computed some."""
@@ -122,8 +124,9 @@ class Speculation:
         for row in rows:
             sequence = row.sequence
             if sequence.sequence_id not in self._begun:
-                source.begin(sequence.sequence_id, sequence.cache_root, sequence.token_ids)
+                # Why first: whatever breaks the plan off, ``reset`` forgets what has begun, and what was about to.
                 self._begun.add(sequence.sequence_id)
+                source.begin(sequence.sequence_id, sequence.cache_root, sequence.token_ids)
         times = self._costs.steps.times
         step_s = times.seconds(0, len(rows), sum([row.end for row in rows]))
         row_s = times.prefill_token_s + times.kv_token_s

@@ -13,7 +13,8 @@ from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed
 from pagedcore.requests.request import Request
 from pagedcore.sessions.session import Session
-from support.doubles import toy_answer
+from support.doubles import VOCAB_SIZE, toy_answer
+from support.drafts import Adversary, let_guess
 from support.engine_builders import assert_all_free, make_engine, run
 from support.interrupts import Lost, interrupted_at
 from support.step_scenario import params
@@ -26,9 +27,12 @@ MOST_LINES = 900
 class Life:
     """One engine, its sessions and requests, and a caller that is interrupted again and again."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, has_drafts: bool = False) -> None:
         self.rng = random.Random(seed)
         self.engine: Engine = make_engine(host_kv_memory=64 * 32, preemption="swap", check_invariants=False)
+        self.drafts = Adversary(toy_answer, VOCAB_SIZE, seed)
+        if has_drafts:
+            let_guess(self.engine, self.drafts, VOCAB_SIZE)
         self.sessions: list[Session] = []
         self.requests: list[tuple[Request, list[int]]] = []
         self.num_interrupted = 0
@@ -64,6 +68,7 @@ class Life:
         self.engine.step()
         assert_all_free(self.engine)
         assert not list(self.engine.requests)
+        assert not self.drafts.live
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def add(self) -> None:
@@ -132,7 +137,7 @@ def test_interrupts_come_again_and_again(record_property: object) -> None:
     closed, and says why."""
     num_lives, num_interrupted, num_closed = scaled(12), 0, 0
     for seed in range(first_seed(), first_seed() + num_lives):
-        life = Life(seed)
+        life = Life(seed, has_drafts=seed % 2 == 1)
         try:
             life.live()
         except EngineClosed as closed:

@@ -15,7 +15,8 @@ from pagedcore.metrics.live import LiveRows, Look, Progress
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.requests.stats import StepStats
-from support.doubles import FakeClock, ToyBackend
+from support.doubles import VOCAB_SIZE, FakeClock, ToyBackend, toy_answer
+from support.drafts import Adversary, let_guess
 from support.engine_builders import run
 
 
@@ -165,3 +166,18 @@ def test_the_first_step_after_a_quiet_look_wakes_the_view() -> None:
         engine.add_request([1, 2], asked(3))
         run(engine)
         assert len(woken) == 1
+
+
+def test_each_of_several_tokens_of_a_row_is_told() -> None:
+    """With drafts a step has more than one token of a row, of which each counts; so does each position computed."""
+    engine, seen = make(max_num_batched_tokens=32)
+    let_guess(engine, Adversary(toy_answer, VOCAB_SIZE), VOCAB_SIZE)
+    for start in range(3):
+        engine.add_request([start, 5, 7], SamplingParams(max_tokens=20, ignore_eos=True))
+    run(engine)
+    stats = engine.stats()
+    assert stats.num_accepted_tokens > 0
+    progress = [one for look in seen.looks for one in look.progress.values()]
+    assert sum(one.num_sampled for one in progress) == stats.num_generated_tokens == 60
+    assert sum(one.num_intervals for one in progress) == 60 - 3
+    assert sum(one.num_tokens for look in seen.looks for one in look.ended) == stats.num_computed_tokens

@@ -30,8 +30,8 @@ class Adversary:
         self.live.add(sequence_id)
 
     def forget(self, sequence_id: int, token_ids: Sequence[int], keep: bool) -> None:
-        """Note that it is not. Raises ``KeyError`` if it never was."""
-        self.live.remove(sequence_id)
+        """Note that it is not."""
+        self.live.discard(sequence_id)
 
     def chances(self, sequence_id: int, token_ids: Sequence[int]) -> Chances:
         """Promise everything."""
