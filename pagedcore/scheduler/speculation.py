@@ -49,8 +49,8 @@ class DraftSource(Protocol):
         """Learn how many of the drafts of a row were right, the first ones; the sequence has ``num_tokens`` now."""
 
     def forget(self, sequence_id: int, token_ids: ListOf[int], keep: bool) -> None:
-        """Note that a sequence has ended; ``keep``: by itself, so that others behind its root may repeat it. One that is
-        not known is no fault.
+        """Note that a sequence has ended, if it is known; ``keep``: by itself, so that others of its root may repeat
+        it.
         """
 
 

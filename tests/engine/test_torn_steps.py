@@ -80,6 +80,17 @@ def test_a_step_in_which_sequences_become_long_may_break_off_too(monkeypatch: py
     explore(lose, Lost, 15, seed=3)
 
 
+def test_a_step_with_drafts_may_break_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same with drafts, right and wrong ones; every request completes as it does without them."""
+    plain = expected()
+    monkeypatch.setattr(Scenario, "has_drafts", True)
+    scenario = Scenario.begin()
+    scenario.finish()
+    assert scenario.results() == plain
+    assert 4 < scenario.engine.stats().num_accepted_tokens < scenario.engine.stats().num_drafted_tokens
+    explore(lose, Lost, 25, seed=5)
+
+
 def test_ctrl_c_comes_at_any_line() -> None:
     """A real signal under Python's own handler: raised by that step, and otherwise as above."""
     explore(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, 40, seed=2)

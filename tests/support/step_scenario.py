@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.engine.builder import build_components
@@ -16,7 +17,8 @@ from pagedcore.request_options import NO_OPTIONS
 from pagedcore.requests.embedding import TextEncoder
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
-from support.doubles import FakeClock, ToyBackend
+from support.doubles import VOCAB_SIZE, FakeClock, ToyBackend, toy_answer
+from support.drafts import Adversary, let_guess
 
 
 class _Letters:
@@ -69,15 +71,19 @@ class Scenario:
 
     engine: Engine
     requests: list[Request]
+    has_drafts: ClassVar[bool] = False
 
     @classmethod
     def begin(cls) -> Scenario:
         """Make the engine; a beginning and the past of a session are cached."""
         clock = FakeClock()
         engine = Engine(build_components(
-            ToyBackend(), num_kv_blocks=9, block_size=2, max_num_seqs=5, max_num_batched_tokens=12, preemption="swap",
+            ToyBackend(), num_kv_blocks=48 if cls.has_drafts else 9, block_size=2, max_num_seqs=5,
+            max_num_batched_tokens=24 if cls.has_drafts else 12, preemption="swap",
             host_kv_memory=32 * 32, tokenizer=LetterTokenizer(), max_num_waiting=64, queue_timeout_s=10.0,
         ), clock)
+        if cls.has_drafts:
+            let_guess(engine, Adversary(toy_answer, VOCAB_SIZE), VOCAB_SIZE)
         engine.generate([[1, 2, 3, 4, 5]], params(2), show_progress=False)
         late = [engine.add_request([5], params(2)), engine.add_request([5], params(2, best_of=2, temperature=1.0))]
         clock.advance(11.0)
