@@ -49,13 +49,15 @@ def drawn_params(rng: random.Random, vocab_size: int) -> SamplingParams:
     for name, value in {
         "temperature": rng.choice([0.4, 1.0, 2.0]), "top_k": 20, "top_p": 0.9, "min_p": 0.02,
         "repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4,
-        "min_tokens": rng.randint(0, given["max_tokens"]), "logprobs": rng.choice([0, 3]),
+        "min_tokens": rng.randint(0, given["max_tokens"]),
         "stop": rng.choice([["a"], [" "], ["1", "e"]]), "stop_token_ids": some, "logit_bias": {some[0]: 4.0},
         "no_repeat_ngram_size": 2, "bad_words_ids": [some[:1], some[1:]], "suppress_tokens": some[:1],
         "n": 2, "prompt_logprobs": 1, "return_logits": True, "ignore_eos": True,
     }.items():
         if rng.random() < (0.5 if name in ("temperature", "ignore_eos") else 0.15):
             given[name] = value
+    if rng.random() < 0.5:
+        given["logprobs"] = rng.choice([0, 3])
     if rng.random() < 0.2:
         given["structured"] = rng.choice(FORMS)
         given["max_tokens"] += 30
@@ -63,6 +65,8 @@ def drawn_params(rng: random.Random, vocab_size: int) -> SamplingParams:
         given["logits_processor"] = damp
     if given.get("return_logits"):
         given["logprobs"] = 0
+    if "logprobs" in given:
+        given["logprobs_mode"] = rng.choice(["raw", "processed"])
     if "n" in given and rng.random() < 0.5:
         given["best_of"] = 3
     return SamplingParams(**given)
