@@ -214,7 +214,7 @@ class ChatFormat:
         reasoning = None if params.structured is not None and grammar is None else self.reasoning
         if params.stop and reasoning is not None and params.stop_outside is None:
             # Why: what a model thinks is none of what the caller asked to have cut.
-            params = replace(params, stop_outside=self._marks_of_reasoning(reasoning))
+            params = replace(params, stop_outside=self._marks_around_answer(reasoning))
         if not chosen and reasoning is None:
             return ChatTurn(params, None, self)
         schemas = {tool["name"]: tool.get("parameters") or {} for tool in chosen}
@@ -286,10 +286,18 @@ class ChatFormat:
             return None
         return UnsearchedSpan(self._tokenizer.new_detokenizer(), *self._marks_of_reasoning(self.reasoning))
 
-    def _marks_of_reasoning(self, form: ReasoningFormat, *, is_shown: bool = False) -> tuple[str | int, str | int]:
-        """Return beginning and end, in text that shows special tokens or does not."""
-        begin, end = (self.special_ids.get(tag, tag if is_shown else self._without_markers(tag))
-                      for tag in (form.begin, form.end))
+    def _marks_of_reasoning(self, form: ReasoningFormat) -> tuple[str | int, str | int]:
+        """Return beginning and end, in text that does not show special tokens."""
+        return self._marks(form.begin, form.end, is_shown=False)
+
+    def _marks_around_answer(
+        self, form: ReasoningFormat, *, is_shown: bool = False
+    ) -> tuple[str | int, str | int]:
+        """Return between which marks no stop string is looked for, in text that shows special tokens or does not."""
+        return self._marks(form.begin, form.end + form.head_of_answer, is_shown=is_shown)
+
+    def _marks(self, *tags: str, is_shown: bool) -> tuple[str | int, str | int]:
+        begin, end = (self.special_ids.get(tag, tag if is_shown else self._without_markers(tag)) for tag in tags)
         return ("" if self.opens_reasoning else begin), end
 
     def _without_markers(self, text: str) -> str:
@@ -303,8 +311,8 @@ class ChatFormat:
             return None
         detokenizer = ShowsMarkers(self._tokenizer.new_detokenizer, self.special_ids)
         outside = params.stop_outside
-        if self.reasoning is not None and outside == self._marks_of_reasoning(self.reasoning):
-            outside = self._marks_of_reasoning(self.reasoning, is_shown=True)
+        if self.reasoning is not None and outside == self._marks_around_answer(self.reasoning):
+            outside = self._marks_around_answer(self.reasoning, is_shown=True)
         return IncrementalText(detokenizer, params.stop, params.min_tokens, outside,
                                keeps_stop=params.include_stop_str_in_output)
 

@@ -84,6 +84,8 @@ class ReasoningFormat:
 
     begin: str = "<think>"
     end: str = "</think>"
+    head_of_answer: str = ""
+    """What comes between the end and the answer, and is neither: to stop strings it belongs to the reasoning."""
     efforts: Sequence[str] = EFFORTS
     """Values of ``reasoning_effort`` that its models know, if their template writes the word."""
 

@@ -119,6 +119,7 @@ class HarmonyFormat(ReasoningFormat):
 
     begin: str = f"{_CHANNEL}analysis{_MESSAGE}"
     end: str = _END
+    head_of_answer: str = f"{_START}assistant{_CHANNEL}final{_MESSAGE}"
     efforts: Sequence[str] = ("low", "medium", "high")
 
     @property

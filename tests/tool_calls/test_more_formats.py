@@ -218,6 +218,18 @@ def test_harmony_has_reasoning_and_an_answer(text: str, wanted: tuple[str, str])
             assert ask(engine, tools=(NOW,))[0] == ParsedCompletion(*wanted, ())
 
 
+@pytest.mark.parametrize(("stop", "wanted"), [
+    ("final", "The "), ("word", "The final "), *((one, "The final word.") for one in ("assistant", "Hm", "analysis")),
+])
+def test_stop_strings_are_looked_for_in_the_answer_of_harmony(stop: str, wanted: str) -> None:
+    """Neither in reasoning, which may be several messages, nor in the heads of messages."""
+    text = f"{THOUGHT}{THOUGHT}<|channel|>final<|message|>The final word."
+    with scripted_engine(text, HARMONY) as engine:
+        parsed, output = ask(engine, tools=None, stop=stop)
+        assert (parsed.content, parsed.reasoning) == (wanted, "Hm, stop.\n\nHm, stop.")
+        assert output.stop_reason == (stop if stop in "The final word." else None)
+
+
 def test_harmony_calls_after_reasoning() -> None:
     """Both are read, reasoning tokens are counted, and structured output comes in the final channel."""
     with scripted_engine(THOUGHT + CALLS["harmony"] + "<|call|>", HARMONY) as engine:
