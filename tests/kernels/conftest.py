@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from support.emulated_tiles import EmulatedTiles
+
 
 @pytest.fixture(autouse=True)
 def quiet_torch() -> Iterator[None]:
@@ -16,3 +18,12 @@ def quiet_torch() -> Iterator[None]:
     with torch.inference_mode():
         yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def tiles(machine: EmulatedTiles) -> Iterator[EmulatedTiles]:
+    """The ``machine`` of a module, required to have had no fault and to be released by every thread."""
+    machine.executed.clear()
+    yield machine
+    assert not machine.faults
+    assert machine.num_threads_in_use == 0

@@ -44,15 +44,6 @@ def machine() -> Iterator[emulated_tiles.EmulatedTiles]:
     packed_int8.fewest_tile_rows.cache_clear()
 
 
-@pytest.fixture
-def tiles(machine: emulated_tiles.EmulatedTiles) -> Iterator[emulated_tiles.EmulatedTiles]:
-    """The same, required to have had no fault and to be released by every thread."""
-    machine.executed.clear()
-    yield machine
-    assert not machine.faults
-    assert machine.num_threads_in_use == 0
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products(tiles: emulated_tiles.EmulatedTiles, shape: tuple[int, int]) -> None:
     """Every bit is that of integers in NumPy and of the vectors, for tiles of rows, one or more, whole or not."""

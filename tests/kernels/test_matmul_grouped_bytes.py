@@ -27,9 +27,12 @@ from support.products import require_same_bits_in_any_company
 
 pytestmark = pytest.mark.skipif(form_of_byte_groups(16) is None, reason="no such vectors")
 NUMBERS_OF_ROWS = (0, 1, 2, 3, 4, 5, 7, 17, 65)
+FORMS = {"vnni": BYTES, "avx2": WIDENED_BYTES, "amx": GROUP_MATRIX_UNITS}
+#: Bits and kinds that `make test` multiplies in every form; a kernel takes seconds to compile, and `make slow` has all.
+QUICK = [(4, "symmetric"), (8, "least")]
 
 
-@pytest.fixture(params=[BYTES, WIDENED_BYTES, GROUP_MATRIX_UNITS], ids=["vnni", "avx2", "amx"])
+@pytest.fixture(params=FORMS.values(), ids=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Each way to multiply that this processor has; ``test_matmul_grouped_amx.py`` emulates matrix units."""
     if request.param == GROUP_MATRIX_UNITS:
@@ -70,10 +73,14 @@ def expected(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
     return torch.from_numpy(total + weight.bias.numpy()).to(rows.dtype)
 
 
-@pytest.mark.parametrize(("bits", "kind", "dtype"), [
-    (4, "symmetric", torch.float32), (4, "symmetric", torch.bfloat16), (4, "zeros", torch.float32),
-    (4, "least", torch.float32), (8, "symmetric", torch.float32), (8, "least", torch.float32),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("form", "bits", "kind", "dtype"), [
+    pytest.param(form, bits, kind, dtype, id=f"{way}-{bits}-{kind}-{dtype}",
+                 marks=[] if form == BYTES or (bits, kind) in QUICK else [pytest.mark.slow])
+    for way, form in FORMS.items() for bits, kind, dtype in (
+        (4, "symmetric", torch.float32), (4, "symmetric", torch.bfloat16), (4, "zeros", torch.float32),
+        (4, "least", torch.float32), (8, "symmetric", torch.float32), (8, "least", torch.float32),
+    )
+], indirect=["form"])  # fmt: skip
 def test_products(form: int, bits: int, kind: str, dtype: torch.dtype) -> None:
     """Every bit is that of integers in NumPy, for groups and rows of all sizes."""
     for shape in SHAPES:
@@ -148,7 +155,10 @@ PROCESSORS = {
 }
 
 
-@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("name", [
+    # Why: each compiles kernels for itself, for seven seconds; one has vectors of another size and another instruction.
+    pytest.param(name, marks=[] if name == "haswell" else [pytest.mark.slow]) for name in PROCESSORS
+])
 def test_every_processor_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """AVX2, AVX-VNNI and AVX-512 without VNNI, as far as they are here, against what this process computes."""
     tests = os.fspath(Path(__file__).parents[1])
