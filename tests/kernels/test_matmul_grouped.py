@@ -252,12 +252,12 @@ print(form_of_grouped_product(torch.bfloat16), digest.hexdigest())
 """
 
 
+# Why slow: each kernel is compiled twice, for seconds. Products without groups and of int8 rows are compared each time.
+@pytest.mark.slow
 @pytest.mark.skipif(not features.has_wide_vectors(), reason="no vectors of 512 bits")
 @pytest.mark.parametrize("cases", [
     '(torch.bfloat16, 4, "zeros"), ',
-    # Why: each kernel is compiled twice, for seconds.
-    pytest.param('(torch.float32, 4, "nf4"), (torch.float32, 4, "least"), (torch.float32, 8, "zeros")',
-                 marks=pytest.mark.slow),
+    '(torch.float32, 4, "nf4"), (torch.float32, 4, "least"), (torch.float32, 8, "zeros")',
 ])
 def test_other_processors_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch, cases: str) -> None:
     """Vectors of 256 and of 512 bits, tables and shifts: rows of float32, and of bfloat16 that is widened."""

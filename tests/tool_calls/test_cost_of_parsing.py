@@ -66,9 +66,12 @@ def cost(name: str, reasoning: str, text: str, piece: int) -> int:
     return Counted.total
 
 
-@pytest.mark.parametrize("piece", SIZES)
-@pytest.mark.parametrize("reasoning", ["", "closed", "open"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "reasoning", "piece"), [
+    # Every format with every size of pieces, with each way of reasoning in turn; `make slow` takes all.
+    pytest.param(name, reasoning, piece, marks=[] if (row + column - place) % 3 == 0 else [pytest.mark.slow])
+    for row, name in enumerate(FORMATS) for column, piece in enumerate(SIZES)
+    for place, reasoning in enumerate(("", "closed", "open"))
+])
 def test_a_text_four_times_as_long_costs_four_times_as_much(name: str, reasoning: str, piece: int) -> None:
     """Whatever is repeated, after whatever, no format reads or copies its characters the more often the longer it is,
     neither character by character nor in one piece."""

@@ -30,7 +30,7 @@ async def use(model: str, num_requests: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.torture
-@pytest.mark.parametrize("model", ["toy", "demo"])
+@pytest.mark.parametrize("model", ["toy", pytest.param("demo", marks=pytest.mark.slow)])
 async def test_nothing_is_left_behind(model: str, tmp_path: Path, record_property: object) -> None:
     """Aborted requests, lost and slow readers, parked, forked and exported sessions leave no block, request, session,
     task, thread, file or handle."""

@@ -12,7 +12,16 @@ import pytest
 import torch
 
 from models.decoders.test_fused import VOCAB, model_of
-from models.decoders.test_recorded_steps import BLOCK_SIZE, CASES, NUM_BLOCKS, python_alone, step_of, steps, take_over
+from models.decoders.test_recorded_steps import (
+    BLOCK_SIZE,
+    CASES,
+    NUM_BLOCKS,
+    QUICK_CASES,
+    python_alone,
+    step_of,
+    steps,
+    take_over,
+)
 from pagedcore import Engine, SamplingParams
 from pagedcore.models.decoders import fused
 from pagedcore.models.transformers_model import TransformersModel
@@ -31,7 +40,7 @@ def largest(logits: torch.Tensor) -> list[int]:
     return list(logits.float().numpy().argmax(1).tolist())
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK_CASES)
 def test_the_tokens_are_those_of_the_logits(case: str) -> None:
     """Of every row of many steps, recorded and repeated, among steps with logits and without; models whose logits are
     capped afterwards have to compute them.

@@ -33,6 +33,10 @@ CASES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     **{name: ("qwen2", torch.bfloat16, {"quantization": name, "linears": one}) for name, one in QUANTIZERS.items()},
     "int8 KV": ("llama", torch.bfloat16, {"kv_cache_dtype": "int8"}),
 }
+#: Each kind of kernel, of norm and of recorded step once; those of the others take seconds to compile.
+QUICK_CASES = [
+    pytest.param(case, marks=pytest.mark.slow if case in ("qwen3", "w8a16", "w4a16") else ()) for case in CASES
+]
 
 
 def take_over(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> TransformersModel:
@@ -74,7 +78,7 @@ def python_alone(backend: TransformersModel) -> TransformersModel:
     return backend
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK_CASES)
 def test_repeated_steps_give_the_same_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All logits of many steps, most of which are repeated, are those of a decoder that records nothing."""
     num_repeated = 0
