@@ -128,7 +128,7 @@ class RequestOptions:
     tpot_ms: float | None = _option(None, _TARGET_MS.check, reader=Reader.TARGETS, schema=_MILLISECONDS)
     """The longest mean time from token to token, likewise: while this request runs, steps compute fewer tokens of
     prompts."""
-    speculate: bool = _option(True, BOOLEAN.check, schema={
+    speculate: bool = _option(True, BOOLEAN.check, is_recorded=False, schema={
         "type": "boolean", "description": "Whether tokens may be guessed ahead; the answer is the same."})
     """Whether this request's tokens may be guessed ahead, in an engine with ``speculation``; its answer is the same."""
     salt: bytes = field(init=False, repr=False)

@@ -138,11 +138,11 @@ class Speculation:
             source.chances(row.sequence.sequence_id, row.sequence.token_ids) if not one else _FORCED
             for row, one in zip(rows, forced, strict=True)
         ]
-        rooms = [min(self._most, _num_allowed(state, row)) for row in rows]
+        rooms = [min(self._most, num_allowed(state, row)) for row in rows]
         counts = share_out(chances, rooms, room, num_sampled=len(rows), step_s=step_s, row_s=row_s)
         for row, count, one in zip(rows, counts, forced, strict=True):
             # Why again: rows before this one may have taken the blocks.
-            if (most := min(count, _num_allowed(state, row))) > 0:
+            if (most := min(count, num_allowed(state, row))) > 0:
                 drafts = source.propose(row.sequence.sequence_id, row.sequence.token_ids, most)
                 self._require_tokens(drafts, most)
                 # Why: what is certain is followed by what is likely, where the two agree.
@@ -175,7 +175,7 @@ def _may_have_drafts(row: ScheduledRow) -> bool:
     return params.beam_width == 1 and (params.logits_processor is None or not params.stop)
 
 
-def _num_allowed(state: PlanState, row: ScheduledRow) -> int:
+def num_allowed(state: PlanState, row: ScheduledRow) -> int:
     """Return how many drafts a row may have, whatever they are worth."""
     sequence, size = row.sequence, state.blocks.block_size
     num_tokens = len(sequence.token_ids)

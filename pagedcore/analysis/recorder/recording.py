@@ -27,10 +27,10 @@ from pagedcore.sequence import long_root
 from pagedcore.sessions.session_file import params_as_mapping
 
 FORMAT: Final = "pagedcore recording"
-VERSION: Final = 5
-_READ: Final = (4, VERSION)
-"""Files of version 4 know no sequences that generate nothing. Those of earlier versions were decided by other estimates
-of what steps cost, and cannot be decided again."""
+VERSION: Final = 6
+_READ: Final = (4, 5, VERSION)
+"""Files of version 5 know no drafts, those of version 4 no sequences that generate nothing either. Those of earlier
+versions were decided by other estimates of what steps cost, and cannot be decided again."""
 _MOST_REFUSED: Final = 2**53
 MAX_FILE_BYTES: Final = 256 * 2**20
 MAX_TEXT_BYTES: Final = 1024 * 2**20
@@ -108,10 +108,11 @@ class _Writer:
 
     def _event(self, event: Event) -> list[Any]:
         now_s, name, arguments, decision = event
-        if name == "commit":
-            for number, token_id in zip(arguments[1], arguments[2], strict=True):
+        if name in ("commit", "accept"):
+            *named, token_ids = arguments
+            for number, token_id in zip(named[-1], token_ids, strict=True):
                 self._lives[number].append(token_id)
-            return [now_s, name, [arguments[0], arguments[1]], decision]
+            return [now_s, name, named, decision]
         return [now_s, name, [self._plain(one) for one in arguments], decision]
 
     def _plain(self, value: Any) -> Any:
@@ -290,6 +291,8 @@ def _state(segment: Mapping[str, Any], rows: list[tuple[int, array[int]]]) -> di
         memory["entries"] = [[*entry[:6], *(entry[6:-2] or [False])] for entry in memory["entries"]]
         memory["tokens"], memory["roots"] = tokens, roots
         memory.pop("ends", None)
+    # Why a value: before version 6 nothing was drafted.
+    state["counters"] = {"num_drafted_tokens": 0, "num_accepted_tokens": 0, **state["counters"]}
     state["sequences"] = [_with_tokens(one, rows) for one in state["sequences"]]
     state["beams"] = [[numbers, _with_tokens(waiting, rows)] for numbers, waiting in state["beams"]]
     state["moves"]["left"] = _keys_at(state["moves"]["left"], rows, BlockHasher(settings["block_size"], b""))

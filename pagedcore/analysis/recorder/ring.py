@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -68,7 +68,8 @@ class FlightRecorder:
         self._process_id = os.getpid()
         for owner, names in (
             (scheduler, ("add_sequences", "finish_sequence", "restart", "take_back", "add_branch", "cancel_branch",
-                         "remove_sequence", "begin_step", "schedule", "make_room", "reserve", "rollback", "commit")),
+                         "remove_sequence", "begin_step", "schedule", "make_room", "reserve", "rollback", "commit",
+                         "accept", "settle")),
             (scheduler.moves, ("complete_transfer", "time_out_transfer", "take_due", "park", "fetch", "free_on_host")),
             (scheduler.waiting, ("open_gate", "count_as_new")),
         ):
@@ -219,6 +220,8 @@ class FlightRecorder:
             for row in given[0].rows:
                 self._note_session(row.sequence.sequence_id, is_marked=row.sequence.is_in_session)
             return self._sampled(given[1])
+        if name == "accept":
+            return self._sampled(given[0])[1:]
         plain = [self._plain(name, one) for one in given if not isinstance(one, SchedulePlan)]
         return (*plain, dict(options)) if options else tuple(plain)
 
@@ -241,7 +244,7 @@ class FlightRecorder:
             self._note("in_session", (number,), None)
 
     @staticmethod
-    def _sampled(sampled: dict[int, int | None]) -> tuple[Any, ...]:
+    def _sampled(sampled: Mapping[int, int | None]) -> tuple[Any, ...]:
         kept = {number: token for number, token in sampled.items() if token is not None}
         return array("q", sampled), array("q", kept), array("q", kept.values())
 
@@ -256,7 +259,7 @@ class FlightRecorder:
             segment.num_bytes += 8 * len(decision[0])
         elif name == "beams":
             segment.num_bytes += 24 * (len(arguments[0]) + len(arguments[1]))
-        elif name == "commit":
+        elif name in ("commit", "accept"):
             segment.num_bytes += 24 * len(arguments[0])
 
 
@@ -265,7 +268,7 @@ def decision_of(name: str, result: Any) -> Any:
     match result:
         case SchedulePlan():
             return _plan(result)
-        case list() if name == "commit":
+        case list() if name in ("commit", "accept"):
             return [[new.sequence.sequence_id, new.finish_reason] for new in result if _has_ended(new)]
         case list():
             return [_transfer(one) if isinstance(one, Transfer) else one for one in result]
@@ -308,6 +311,8 @@ def _plan(plan: SchedulePlan) -> tuple[array[int], dict[str, Any]]:
         ]
         rest["freed"] = _ids(plan.freed)
         rest["loaded"] = [[one.sequence.sequence_id, *_match(one.match)] for one in plan.swap_ins]
+    if plan.num_drafts:
+        rest["drafts"] = [[row.sequence.sequence_id, len(row.drafts)] for row in plan.rows if row.drafts]
     if plan.num_stalled_rows or plan.num_deferred or plan.stopped_by:
         rest["waits"] = [plan.num_stalled_rows, plan.num_deferred, plan.stopped_by]
     return rows, rest

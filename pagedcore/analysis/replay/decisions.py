@@ -14,14 +14,18 @@ from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.analysis.recorder.recording import Recording, canonical
 from pagedcore.analysis.recorder.ring import decision_of
 from pagedcore.analysis.recorder.state import ReplayedSequence, build_scheduler, comparable, restore, sequence_of
+from pagedcore.config.speculation import MOST_DRAFTS
+from pagedcore.drafting.drafts import Drafts
 from pagedcore.errors import InternalError, PagedcoreError, RecordingError
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.policy_guard import make_policy
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.speculation import Speculation, num_allowed
 
-_DECIDES = frozenset({"schedule", "make_room", "reserve", "commit", "take_due", "park", "fetch"})
+_DECIDES = frozenset({"schedule", "make_room", "reserve", "commit", "accept", "take_due", "park", "fetch"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,23 @@ def begin(segment: Mapping[str, Any]) -> tuple[Scheduler, dict[int, ReplayedSequ
     return scheduler, sequences
 
 
+class RecordedDrafts(Speculation):
+    """Gives rows as many drafts as they were given. Which tokens these were is in no recording, and no matter here."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        """Give none until ``counts`` says so."""
+        super().__init__(Drafts(()), scheduler.costs, 1, MOST_DRAFTS)
+        self.counts: dict[int, int] = {}
+        """By sequence id, of the next plan."""
+
+    def add_drafts(self, state: PlanState) -> None:
+        """Let the rows that had drafts have as many, as far as there is room for them."""
+        for number, count in self.counts.items():
+            row = state.rows.get(number)
+            if row is not None and row.is_decode and (most := min(count, num_allowed(state, row))) > 0:
+                state.add_drafts(row, (0,) * most)
+
+
 class SegmentReplay:
     """Takes what happened in a segment again, from its recorded state or from another one.
 
@@ -123,6 +144,9 @@ class SegmentReplay:
         self.plan: SchedulePlan | None = None
         """The latest one."""
         self._rows: dict[int, int] = {}
+        self._drafts = scheduler.speculation = RecordedDrafts(scheduler)
+        self.has_open_drafts = False
+        """Whether the latest step is committed and its drafts are not settled."""
         self.continue_with(segment)
 
     def continue_with(self, segment: Mapping[str, Any]) -> None:
@@ -156,8 +180,14 @@ class SegmentReplay:
         """
         match verb:
             case "schedule":
+                self._drafts.counts = {} if isinstance(recorded, dict) else dict(recorded[1].get("drafts", ()))
                 self.plan = self.scheduler.schedule(*given)
                 return decision_of(verb, self.plan)
+            case "accept":
+                return self._accept(given[0], recorded)
+            case "settle" if self.plan is not None:
+                self.has_open_drafts = False
+                self.scheduler.settle(self.plan)
             case "make_room" | "reserve" | "rollback":
                 return decision_of(verb, getattr(self.scheduler, verb)(self.plan))
             case "commit":
@@ -211,11 +241,19 @@ class SegmentReplay:
         for row in plan.rows:
             if row.sequence.prompt_logprobs is not None:
                 row.sequence.prompt_logprobs += [None] * len(row.scored_positions)  # type: ignore[list-item]
-        for number, reason in recorded:
-            self.sequences[number].next_end = reason
+        self._note_ends(recorded)
         numbers, with_token = given[0], set(given[1])
         sampled = {number: self._next_token(number) if number in with_token else None for number in numbers}
+        self.has_open_drafts = plan.num_drafts > 0
         return decision_of("commit", self.scheduler.commit(plan, sampled))
+
+    def _accept(self, numbers: list[int], recorded: Any) -> Any:
+        self._note_ends(recorded)
+        return decision_of("accept", self.scheduler.accept({number: self._next_token(number) for number in numbers}))
+
+    def _note_ends(self, recorded: Any) -> None:
+        for number, reason in recorded:
+            self.sequences[number].next_end = reason
 
     def _next_token(self, number: int) -> int:
         _, row = self.recording.rows[self._rows[number]]

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from pagedcore.analysis.recorder.recording import Recording
 from pagedcore.analysis.replay.decisions import begin
+from pagedcore.config.speculation import MOST_DRAFTS
 from pagedcore.outputs import FinishReason
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.step_time import StepTimeModel, StepTimes
@@ -35,6 +36,18 @@ class Life:
     """``None``: it had not ended when the recording was written."""
     start_s: float | None = None
     end_s: float | None = None
+    drafts: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By the tokens that it had: how many drafts its row was given, and how many of them were right."""
+
+    def drafts_at(self, num_tokens: int) -> tuple[int, int]:
+        """Return how many drafts a row behind so many tokens has, and how many are right: those of the recorded row
+        that had drafts for the same tokens."""
+        for start in range(num_tokens, max(-1, num_tokens - MOST_DRAFTS - 1), -1):
+            if (found := self.drafts.get(start)) is not None:
+                offered, kept = found
+                num_gone = num_tokens - start
+                return (offered - num_gone, kept - num_gone) if num_gone <= kept else (0, 0)
+        return 0, 0
 
 
 @dataclass(slots=True)
@@ -132,15 +145,28 @@ def lives_of(recording: Recording, until: Place = EVERYTHING) -> list[Life]:
     return lives
 
 
+def _note_right(lives: Mapping[int, Life], numbers: Iterable[int]) -> None:
+    """Note that one more draft of the latest row of each of these sequences was right."""
+    for number in numbers:
+        if number in lives and (drafts := lives[number].drafts):
+            offered, kept = drafts[start := max(drafts)]
+            drafts[start] = offered, kept + 1
+
+
 def _follow(lives: dict[int, Life], now_s: float, verb: str, given: list[Any], decision: Any) -> None:
     if verb == "schedule" and isinstance(decision, list):
         for number in decision[1].get("admitted", ()):
             if number in lives and lives[number].start_s is None:
                 lives[number].start_s = now_s
-    elif verb == "commit":
-        for number in given[1]:
+        for number, count in decision[1].get("drafts", ()):
+            if number in lives:
+                lives[number].drafts[lives[number].length] = count, 0
+    elif verb in ("commit", "accept"):
+        for number in given[-1]:
             if number in lives:
                 lives[number].length += 1
+        if verb == "accept":
+            _note_right(lives, given[0])
         for number, reason in decision:
             _end(lives, number, reason, now_s)
     elif verb in ("finish_sequence", "cancel_branch"):

@@ -17,7 +17,7 @@ from typing import Any
 
 from pagedcore.analysis.recorder.recording import Recording, canonical
 from pagedcore.analysis.recorder.state import sequence_of
-from pagedcore.analysis.replay.decisions import SegmentReplay
+from pagedcore.analysis.replay.decisions import RecordedDrafts, SegmentReplay
 from pagedcore.analysis.replay.lives import (
     EVERYTHING,
     Life,
@@ -32,9 +32,30 @@ from pagedcore.analysis.replay.lives import (
 from pagedcore.analysis.replay.starting_state import StartingState, starting_state
 from pagedcore.errors import EngineOverloaded, PagedcoreError, RecordingError, RequestTooLarge
 from pagedcore.kv_cache.host_cache import Transfer
-from pagedcore.scheduler.plan import NewToken, SchedulePlan
+from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
+from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_recipe import run_step
+from pagedcore.sequence import SequenceStatus
+
+
+class LikeBefore(RecordedDrafts):
+    """Gives rows the drafts that the recording has for as many tokens, as far as there is room."""
+
+    def __init__(self, scheduler: Scheduler, lives: Mapping[int, Life]) -> None:
+        """Take the drafts of ``lives``, by sequence id."""
+        super().__init__(scheduler)
+        self._lives = lives
+
+    def add_drafts(self, state: PlanState) -> None:
+        """As of the recorded rows; sequences that have none are left alone."""
+        self.counts = {number: _drafts_of(self._lives, row)[0] for number, row in state.rows.items() if row.is_decode}
+        super().add_drafts(state)
+
+
+def _drafts_of(lives: Mapping[int, Life], row: ScheduledRow) -> tuple[int, int]:
+    life = lives.get(row.sequence.sequence_id)
+    return (0, 0) if life is None else life.drafts_at(len(row.sequence.token_ids))
 
 
 class WhatIf:
@@ -134,8 +155,12 @@ class WhatIf:
     def _leave(self, place: Place) -> None:
         """Go over to the virtual clock: what is in the scheduler stays as it is, what comes later arrives later."""
         scheduler = self.scheduler
-        if (plan := self._replay.plan) is not None and scheduler.is_in_flight(plan):
-            scheduler.rollback(plan)
+        if (plan := self._replay.plan) is not None:
+            if scheduler.is_in_flight(plan):
+                scheduler.rollback(plan)
+            elif self._replay.has_open_drafts:
+                scheduler.settle(plan)
+        scheduler.speculation = LikeBefore(scheduler, self._lives)
         later = list(events_between(self._recording, place, EVERYTHING))
         self._now_s = later[0][0] if later else self._now_s
         before = lives_of(self._recording, place)
@@ -218,14 +243,16 @@ class WhatIf:
         self.outcome.num_preemptions += len(plan.preempted)
         self._start(transfers)
 
-    def compute(self, plan: SchedulePlan, copies: object, begun_s: float) -> None:
-        """Let the time of the step pass."""
+    def compute(self, plan: SchedulePlan, copies: object, begun_s: float) -> dict[int, int]:
+        """Let the time of the step pass; return how many drafts of each row are right."""
         for sequence in plan.admitted:
             number = sequence.sequence_id
             self.outcome.waits_s.setdefault(number, begun_s - self._arrived_s[number])
         self._now_s += self._costs.steps.predict(*plan.work)
+        return {row.sequence.sequence_id: min(_drafts_of(self._lives, row)[1], len(row.drafts))
+                for row in plan.rows if row.drafts}
 
-    def tokens(self, plan: SchedulePlan, sampled: None) -> dict[int, int | None]:
+    def tokens(self, plan: SchedulePlan, num_right: dict[int, int]) -> dict[int, int | None]:
         """Return the recorded tokens, and end those that have all."""
         tokens: dict[int, int | None] = {}
         for row in plan.rows:
@@ -233,17 +260,30 @@ class WhatIf:
             if row.sequence.prompt_logprobs is not None:
                 row.sequence.prompt_logprobs += [None] * len(row.scored_positions)  # type: ignore[list-item]
             if row.num_sampled:
-                life, known = self._lives[number], len(row.sequence.token_ids)
-                tokens[number] = life.row[known]
-                if known + 1 == life.length:
-                    self._replay.sequences[number].next_end = life.end or "abort"
+                tokens[number] = self._next_token(number)
         return tokens
+
+    def _next_token(self, number: int) -> int:
+        life, known = self._lives[number], len(self._replay.sequences[number].token_ids)
+        if known + 1 == life.length:
+            self._replay.sequences[number].next_end = life.end or "abort"
+        return life.row[known]
+
+    def further_tokens(self, num_right: dict[int, int], place: int) -> dict[int, int]:
+        """Return the recorded tokens behind drafts that were right in the recording."""
+        return {
+            number: self._next_token(number) for number, count in num_right.items()
+            if place < count and self._num_left(number)
+            and self._replay.sequences[number].status is SequenceStatus.RUNNING
+        }
+
+    def publish_further(self, news: ListOf[NewToken]) -> None:
+        """Note what has ended."""
+        self.outcome.finished += [new.sequence.sequence_id for new in news if new.finish_reason is not None]
 
     def publish(self, plan: SchedulePlan, news: ListOf[NewToken]) -> None:
         """Note what has ended."""
-        for new in news:
-            if new.finish_reason is not None:
-                self.outcome.finished.append(new.sequence.sequence_id)
+        self.publish_further(news)
         self.outcome.num_steps += 1
 
     def _sleep(self) -> bool:
