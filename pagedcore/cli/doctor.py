@@ -173,7 +173,8 @@ def choices(machine: Machine) -> dict[str, str]:
     from pagedcore import EngineConfig
     from pagedcore.models.loading import DEFAULT_ATTENTION
 
-    config, shown = EngineConfig(), ("scheduling_policy", "max_num_seqs", "max_num_batched_tokens")
+    config = EngineConfig()
+    shown = ("scheduling_policy", "max_num_seqs", "max_num_batched_tokens", "speculation")
     return {
         "device": "cpu",
         "dtype": machine.default_dtype,

@@ -71,7 +71,8 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     if has_adapter(directory):
         facts["adapter"] = "the one beside the model is not applied"
     sampling = _sampling(name, vocab_size, eos_token_ids(model))
-    return facts | {"decoder": decoder, "schedule": _schedule(others), "sampling": sampling}
+    drafts = "none, as results depend on the schedule" if others else 'with speculation="auto", on a CPU'
+    return facts | {"decoder": decoder, "schedule": _schedule(others), "speculation": drafts, "sampling": sampling}
 
 
 def _files_of(

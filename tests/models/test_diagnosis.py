@@ -50,6 +50,7 @@ def test_the_diagnosis_is_what_an_engine_does(
         backend: Any = engine._runner.backend
     assert isinstance(backend._decoder, FusedDecoder) == is_fused
     assert facts["schedule"].startswith("results are the same bits") == backend.is_schedule_invariant
+    assert facts["speculation"].startswith("none") != backend.is_schedule_invariant
     assert all(kind in facts["schedule"] for kind in backend._decoder.other_matrices)
     assert facts["number format"].startswith(str(backend.dtype).removeprefix("torch."))
 
