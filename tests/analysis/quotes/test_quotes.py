@@ -17,12 +17,14 @@ from pagedcore.analysis.quotes.async_quoting import MAX_QUOTING
 from pagedcore.analysis.quotes.forecast import Bounds, Forecast, Job
 from pagedcore.analysis.quotes.quote_book import MAX_WATCHED, NUM_LEAST, Errors
 from pagedcore.analysis.quotes.quoting import DryRun, begin_quotes
+from pagedcore.drafting.drafts import Drafts
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, EngineOverloaded, PromptTooLong
 from pagedcore.outputs import Quote
 from pagedcore.requests.request import Request
 from pagedcore.scheduler.step_time import StepTimes
+from support.drafts import let_guess
 from support.engine_builders import make_engine, run
 from support.paced_loads import PacedModel, VirtualClock, quotes_table
 
@@ -90,6 +92,25 @@ def test_a_dry_run_knows_to_the_step_what_comes(policy: str, num_others: int) ->
     assert exact == pytest.approx(actual, rel=0.02, abs=1e-3), (exact, actual)
     if policy in ("fcfs", "static", "shortest-first"):
         assert raw == pytest.approx(actual, rel=0.15, abs=0.03), (raw, actual)
+
+
+def test_a_quote_counts_one_token_a_row() -> None:
+    """What may be guessed ahead is no part of a quote: it is the same with drafts and without, and with drafts that are
+    right the request ends before."""
+    quoted, ends = list[Quote](), list[float]()
+    for is_drafting in (False, True):
+        engine, _ = paced()
+        if is_drafting:
+            let_guess(engine, Drafts(), PacedModel.vocab_size)
+        for _ in range(3):
+            engine.add_request(prompt(20), exactly(30))
+        quoted.append(engine.quote(prompt(40), exactly(20), exact=True))
+        request = engine.add_request(prompt(40), exactly(20))
+        run(engine)
+        ends.append(moments(request)[-1])
+        assert (engine.stats().num_accepted_tokens > 0) is is_drafting
+    assert quoted[0] == quoted[1]
+    assert ends[1] < 0.8 * ends[0]
 
 
 def test_a_quote_changes_nothing() -> None:
