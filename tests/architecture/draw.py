@@ -10,7 +10,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "kernels", "adapters", "tests")]
 
-from architecture import draw_blocks, draw_peers, draw_request, draw_retrieval, draw_rooms, draw_slots, draw_step  # noqa: E402
+from architecture import (  # noqa: E402
+    draw_blocks,
+    draw_peers,
+    draw_request,
+    draw_retrieval,
+    draw_rooms,
+    draw_slots,
+    draw_speculation,
+    draw_step,
+)
 
 PAGE = "docs/architecture.md"
 TABLE = re.compile(r"(?<=<!-- rooms: `make architecture` writes this table -->\n\n).*?(?=\n<!-- end -->)", re.DOTALL)
@@ -23,6 +32,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "docs/slots.svg": draw_slots.draw,
     "docs/blocks.svg": draw_blocks.draw,
     "docs/step.svg": draw_step.draw,
+    "docs/speculation.svg": draw_speculation.draw,
 }
 
 if __name__ == "__main__":
