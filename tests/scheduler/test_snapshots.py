@@ -159,7 +159,7 @@ def make_unusual(scheduler: Scheduler) -> None:
     for one in [one for queue in queues for one in queue]:
         one.seed, one.is_in_session, one.is_adjusted, one.num_logprobs, one.score = 7, True, True, 2, -1.5
         one.finish_reason = "abort"
-        one.options = replace(one.options, ttft_ms=5.0, tpot_ms=9.0, speculate=False)
+        one.options = replace(one.options, ttft_ms=5.0, tpot_ms=9.0)
     scheduler.waiting.gated = {one.sequence_id for one in scheduler.waiting.never_started()}
     scheduler.costs.loss_share = 0.25
     scheduler.counters.num_drafted_tokens, scheduler.counters.num_accepted_tokens = 5, 2
