@@ -6,7 +6,7 @@ Every way to a completion is compared with the same request run alone, in an eng
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,7 @@ from pagedcore.scheduler.step_time import StepTimes
 from pagedcore.sessions.session import Session
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from support.doubles import FakeClock
+from support.drafts import Adversary, let_guess
 from support.engine_builders import assert_all_free, run
 from support.families import VOCAB, tiny_model
 from support.quantized_checkpoints import KINDS as CHECKPOINTS
@@ -218,16 +219,25 @@ WAYS: dict[str, tuple[dict[str, Any], Evidence]] = {
     "waited": ({**TIGHT, "preemption": "wait"}, lambda stats: stats.num_stalled_rows > 0),
     "the cheapest way": ({**TIGHT, **HOST}, lambda stats: stats.num_preemptions + stats.num_stalled_rows > 0),
     "two threads": ({"num_threads": 2}, lambda stats: True),
+    "with drafts": ({}, lambda stats: 0 < stats.num_accepted_tokens < stats.num_drafted_tokens),
 }
+
+
+def knows(case: Case, token_ids: Sequence[int], most: int) -> list[int]:
+    """How one of the requests goes on that have these tokens."""
+    texts = [[*prompt, *answer.token_ids] for (prompt, _), answer in zip(questions(), case.alone, strict=True)]
+    return next((text[len(token_ids) :][:most] for text in texts if text[: len(token_ids)] == list(token_ids)), [])
 
 
 @each_part
 def test_requests_answer_with_the_same_bytes_as_alone(case: Case, part: int) -> None:
-    """Company, order, chunks, kinds of preemption and threads change no bit, nor does what the cache has the second
-    time.
+    """Company, order, chunks, kinds of preemption, threads and drafts change no bit, nor does what the cache has the
+    second time.
     """
     for way, (settings, has_happened) in part_of(WAYS, case, part):
         with lab_of(case.backend, **settings) as lab:
+            if way == "with drafts":
+                let_guess(lab.engine, Adversary(partial(knows, case), VOCAB), VOCAB)
             assert ask(lab, questions()[::-1])[::-1] == case.alone, way
             assert has_happened(lab.engine.stats()), (way, lab.engine.stats())
             before = lab.engine.stats().num_cached_tokens

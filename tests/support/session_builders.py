@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from pagedcore.engine.builder import build_components
@@ -43,10 +44,9 @@ class Recorder:
         """Compute and remember."""
         logits = self._backend.forward(batch)
         widened = torch.as_tensor(logits).float().numpy()
-        row_of = {int(end) - 1: row for row, end in enumerate(batch.query_start[1:])}
-        for i, token in enumerate(batch.logits_rows):
-            row = row_of[int(token)]
-            self.logits[int(batch.seq_ids[row]), int(batch.kv_lens[row]) - 1] = widened[i].tobytes()
+        rows = np.searchsorted(batch.query_start, batch.logits_rows, side="right") - 1
+        for i, (row, token) in enumerate(zip(rows.tolist(), batch.logits_rows.tolist(), strict=True)):
+            self.logits[int(batch.seq_ids[row]), int(batch.positions[token])] = widened[i].tobytes()
         return logits
 
 
