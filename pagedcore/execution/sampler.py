@@ -180,6 +180,8 @@ class Sampler:
 
     def barred_behind(self, rows: ListOf[ScheduledRow]) -> Int64Array:
         """Return the same as ``barred_tokens`` for rows with drafts, in the order of ``build_batch``."""
+        if not any(_may_bar_tokens(row.sequence) for row in rows):
+            return self.barred_tokens(())
         ahead = [
             SequenceAhead(rows[i].sequence, rows[i].drafts[:depth])
             for depth, places in enumerate(_rounds(rows)) for i in places
@@ -405,9 +407,12 @@ def _mask(bits: Int16Array, barred: Int64Array) -> None:
 
 def _bars_tokens(sequence: Sequence | SequenceAhead) -> bool:
     # Why: most requests bar nothing, and are asked in every step.
+    return _may_bar_tokens(sequence) and bars_tokens(sequence)
+
+
+def _may_bar_tokens(sequence: Sequence | SequenceAhead) -> bool:
     params = sequence.params
-    may_bar = params.suppress_tokens or params.min_tokens or params.begin_suppress_tokens
-    return bool(may_bar) and bars_tokens(sequence)
+    return bool(params.suppress_tokens or params.min_tokens or params.begin_suppress_tokens)
 
 
 def _goes_on(row: ScheduledRow, drawn: ListOf[DrawnToken], depth: int) -> bool:

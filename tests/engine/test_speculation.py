@@ -431,3 +431,25 @@ def test_what_a_grammar_forces_is_computed_in_one_step(engines: tuple[Engine, En
     output = drafting.generate([PROMPTS[0]], params)[0].outputs[0]
     assert output == replace(wanted, itl_s=output.itl_s)
     assert drafting.stats().num_steps - num_steps <= len(output.token_ids) - 6
+
+
+def test_a_model_that_chooses_the_likeliest_tokens_itself_does_so_for_drafts(engines: tuple[Engine, Engine]) -> None:
+    """Where no logits are written, tokens that may not come yet are barred at the place of each draft."""
+    plain, drafting = engines
+    known, vocab_size = Known(), plain.input_processor.vocab_size
+    asked = [SamplingParams(max_tokens=20, min_tokens=count, suppress_tokens=[40, 41]) for count in (0, 7, 15)]
+    wanted = []
+    for params in asked:
+        request = plain.add_request(PROMPTS[0], params)
+        run(plain)
+        known.learn(request)
+        wanted.append(plain.output_of(request).outputs[0])
+    let_guess(drafting, Adversary(known, vocab_size), vocab_size)
+    before = drafting.stats().num_accepted_tokens
+    for params, want in zip(asked, wanted, strict=True):
+        got = drafting.generate([PROMPTS[0]], params)[0].outputs[0]
+        assert (got.token_ids, got.text, got.finish_reason) == (want.token_ids, want.text, want.finish_reason)
+    assert drafting.stats().num_accepted_tokens > before + 5
+    runner = drafting.components.runner
+    assert runner._greedy is not None
+    assert runner._greedy.decodes_greedily
