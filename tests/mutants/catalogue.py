@@ -486,6 +486,18 @@ DRAFTS = (
     Mutant("A draft is short behind the border of long sequences.", _SPECULATION,
            "sequence.num_short_tokens is not None and not sequence.is_long", "False",
            _DRAFTS + "a_sequence_that_becomes_long_has_no_draft_behind_the_border"),
+    Mutant("Completions are repeated behind every root.", "pagedcore/drafting/drafts.py",
+           "self._completions.add(track.root, token_ids", 'self._completions.add(b"another", token_ids',
+           "drafting/test_drafts.py::test_completions_are_repeated_behind_the_same_root_only"),
+    Mutant("A draft goes on into the next completion.", "pagedcore/drafting/drafts.py",
+           "tuple(takewhile((0).__le__, kept))", "tuple(map(abs, kept))",
+           "drafting/test_drafts.py::test_a_draft_ends_with_the_completion_that_it_is_of"),
+    Mutant("A search looks at every place.", "pagedcore/drafting/text_index.py",
+           "range(NUM_CANDIDATES)", "range(len(tokens))",
+           "drafting/test_text_index.py::test_repetitive_texts_cost_no_more[period4]"),
+    Mutant("A draft is worth its row whatever that costs.", "pagedcore/drafting/offers.py",
+           "if likely * seconds <= tokens * row_s:", "if not likely:",
+           "drafting/test_offers.py::test_a_full_batch_has_no_drafts"),
 )
 
 MUTANTS = (
