@@ -121,11 +121,11 @@ def test_a_step_that_is_undone_advances_no_grammar(engine: Engine, monkeypatch: 
     expected = [output.outputs[0].token_ids for output in engine.generate([PROMPT] * len(wanted), wanted)]
     choose, calls = Sampler._choose, []
 
-    def failing(self: Sampler, rows: Any, sequences: Any) -> Any:
+    def failing(self: Sampler, rows: Any, sequences: Any, *more: Any) -> Any:
         calls.append(1)
         if len(calls) % 3 == 1 and len(sequences) > 3:
             raise RuntimeError("a row cannot be sampled")
-        return choose(self, rows, sequences)
+        return choose(self, rows, sequences, *more)
 
     monkeypatch.setattr(Sampler, "_choose", failing)
     got = [output.outputs[0].token_ids for output in engine.generate([PROMPT] * len(wanted), wanted)]
@@ -149,10 +149,10 @@ def test_a_grammar_fails_in_a_step_that_is_computed_in_parts(engine: Engine, mon
     """Where a failing step is computed again in halves, a failing grammar still ends as what it is."""
     choose = Sampler._choose
 
-    def failing(self: Sampler, rows: Any, sequences: Any) -> Any:
+    def failing(self: Sampler, rows: Any, sequences: Any, *more: Any) -> Any:
         if len(sequences) > 1:
             raise RuntimeError("together they cannot be sampled")
-        return choose(self, rows, sequences)
+        return choose(self, rows, sequences, *more)
 
     monkeypatch.setattr(Sampler, "_choose", failing)
     grammar = 'start: ("a"{1,100000}){1,100000} "b"'
