@@ -6,6 +6,7 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
                     NamesVariablePart  DecodesGreedily  HasGenerationConfig  ReturnsHidden
                     HasEmbeddingDefaults  HasTextHead  TakesPositionsBack
+                    MayLoseDevice
     Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
     attention       AttentionRequirements  StoresInt8, ChecksAhead (the factory)  ShowsKVPool (the backend)
 """
@@ -320,6 +321,15 @@ class TakesPositionsBack(Protocol):
         """Whether the last positions of a sequence may be computed again with other tokens, with the same results as if
         they had been computed once, and logits of several tokens of one sequence are returned.
         """
+
+
+@runtime_checkable
+class MayLoseDevice(Protocol):
+    """A model backend whose device can fail for good, for this process and all that it has there."""
+
+    @property
+    def has_lost_device(self) -> bool:
+        """Whether it has; asked after a forward that raised."""
 
 
 @runtime_checkable

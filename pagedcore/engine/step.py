@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import ArgumentError
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from pagedcore.engine.interrupts import CtrlC
 from pagedcore.engine.step_host import BrokenOff, EngineHost
@@ -63,7 +63,7 @@ class StepRunner:
         A step that lacks memory is undone and repeated once.
 
         Raises:
-            EngineClosed: the step broke off and could not be undone.
+            EngineClosed: the step broke off and could not be undone, or the device has failed for good.
             EngineInUse: another thread is in a call of this engine.
             MemoryError: it lacked memory twice, and was undone.
         """
@@ -175,6 +175,8 @@ class StepRunner:
                 self.is_torn = False
                 self._outputs.note_step()
                 raise error from None
+            if not is_out_of_memory(error) and self._runner.has_lost_device:
+                self._end_without_device(error)
             if is_halved or not is_out_of_memory(error):
                 self.has_failed = True
                 self._outputs.fail(plan, {row.sequence.sequence_id: error for row in plan.rows})
@@ -183,3 +185,11 @@ class StepRunner:
             return self._compute(plan.num_tokens - plan.num_drafts)
         # Why: half of the tokens may fit; if not, the requests of that half end, and no others.
         return self._compute(max(1, plan.num_tokens // 2), is_halved=True)
+
+    def _end_without_device(self, error: Exception) -> NoReturn:
+        # Why: every later step would fail too, and so would another engine of this process there.
+        self.is_torn = False
+        what = str(error).partition("\n")[0][:300]
+        reason = f"this engine is closed, because its device failed for good ({what}): restart the process"
+        self._give_up(reason)
+        raise EngineClosed(f"{reason}.") from error

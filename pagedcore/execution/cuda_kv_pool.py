@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -151,7 +152,9 @@ def _runs(pairs: BlockPairs) -> Iterator[tuple[int, int, int]]:
 def _unpin(unpin: Unpin, in_flight: list[tuple[int, Ticket]], slab: torch.Tensor) -> None:
     """Unpin a slab whose pool is gone; the argument keeps the slab's memory until then."""
     for _, ticket in in_flight:
-        ticket.synchronize()
+        # Why: a GPU that has failed copies nothing any more.
+        with suppress(RuntimeError):
+            ticket.synchronize()
     in_flight.clear()
     unpin()
 

@@ -66,6 +66,17 @@ class Device:
         return fetched
 
 
+    def is_lost(self) -> bool:
+        """Say whether nothing can be computed there any more, as after an illegal address on a GPU; waits for it."""
+        if self.torch_device.type != "cuda":
+            return False
+        try:
+            torch.cuda.synchronize(self.torch_device)
+        except RuntimeError:
+            return True
+        return False
+
+
 CPU: Final = Device("cpu", torch.device("cpu"), "numba-cpu", "auto", free_memory_bytes, KVPool)
 
 

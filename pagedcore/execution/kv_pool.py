@@ -64,7 +64,10 @@ class KVPool:
 
     def close(self) -> None:
         """Free all memory, also while this object is referenced; no block can be read or moved afterwards."""
-        self.pool, self._host = self.pool.new_empty(0), None
+        import torch
+
+        # Why on the CPU: a device that has failed makes no tensor.
+        self.pool, self._host = torch.empty(0, dtype=torch.uint8), None
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
         """Copy device blocks (source, destination)."""

@@ -20,7 +20,7 @@ from pagedcore.execution.ragged_batch import RaggedBatch, build_batch
 from pagedcore.execution.sampler import SampledTokens, Sampler
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.outputs import TokenLogprobs
-from pagedcore.protocols import DecodesGreedily, FloatArray, Int64Array, ModelBackend, ReturnsHidden
+from pagedcore.protocols import DecodesGreedily, FloatArray, Int64Array, MayLoseDevice, ModelBackend, ReturnsHidden
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.openmp import end_openmp_helpers
@@ -45,6 +45,11 @@ class ModelRunner:
     @backend.setter
     def backend(self, backend: ModelBackend) -> None:
         self._backend, self._greedy = backend, backend if isinstance(backend, DecodesGreedily) else None
+
+    @property
+    def has_lost_device(self) -> bool:
+        """Whether the model's device has failed for good; for use after a forward that raised."""
+        return isinstance(self._backend, MayLoseDevice) and self._backend.has_lost_device
 
     def idle(self) -> None:
         """End the helper threads that torch keeps for the calling thread; another engine's helpers run faster then."""

@@ -189,6 +189,11 @@ class TransformersModel:
             self.cache_store.close()
         self._attention = self.cache_store = self._graphed = None
 
+    @property
+    def has_lost_device(self) -> bool:
+        """Whether the device has failed for good; see ``MayLoseDevice``."""
+        return self._device.is_lost()
+
     @torch.inference_mode()
     def forward(self, batch: RaggedRows) -> torch.Tensor:
         """Compute a batch; return logits [S, vocab_size] of its ``logits_rows``, on the CPU: bfloat16 of a model in

@@ -11,6 +11,7 @@ import torch
 
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore.engine.engine import Engine
+from pagedcore.errors import EngineClosed
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
@@ -160,3 +161,31 @@ def test_an_edge_that_is_missing_shows(edge: str, gpus: Machine) -> None:
             PINNED.clear()
         answers = [request.output().outputs for request in requests]
     assert [[list(one.token_ids) for one in each] for each in answers] != [[tokens] for tokens in expected]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_gpu_that_has_failed_ends_its_engine(gpus: Machine) -> None:
+    """An error that no later call survives closes the engine, whose health is "dead"; every request is told to restart
+    the process, and closing frees what it has."""
+    engine = AsyncEngine(on_gpu(tiny_model("llama"), host_kv_memory="1MiB"))
+    futures = [engine.submit(prompt, greedy(max_tokens=40)) for prompt in make_prompts()]
+    gpus.failure = "CUDA error: an illegal memory access was encountered"
+    for future in futures:
+        with pytest.raises(EngineClosed) as caught:
+            future.result(30)
+        assert "restart the process" in str(caught.value) + str(caught.value.__cause__)
+    engine._thread.join(30)
+    assert engine.health().status == "dead"
+    engine.close()
+
+
+def test_a_step_ends_when_its_work_does(gpus: Machine) -> None:
+    """What a step is said to take is what it took: nothing of it is queued when it returns, not even of a chunk."""
+    with on_gpu(tiny_model("llama")) as engine:
+        request = engine.add_request(make_prompts()[1], greedy(max_tokens=4))
+        while engine.has_pending_requests():
+            before = gpus.now
+            engine.step()
+            assert gpus.now > before
+            assert gpus.default_stream(0).done == gpus.default_stream(0).put
+        assert len(request.output().outputs[0].token_ids) == 4
