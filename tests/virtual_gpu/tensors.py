@@ -290,7 +290,7 @@ def copy_(self: Any, source: Any, non_blocking: bool = False) -> Any:
     """Copy to or from a GPU; the host waits where the memory is not pinned."""
     machine = in_use()
     if isinstance(self, DeviceTensor):
-        return _copy_to_device(machine, self, source)
+        return _copy_to_device(machine, self, source, non_blocking)
     if source.numel() == 0:  # torch returns early
         return self
     stream = machine.stream(source.index)
@@ -306,7 +306,7 @@ def copy_(self: Any, source: Any, non_blocking: bool = False) -> Any:
     return self
 
 
-def _copy_to_device(machine: Machine, self: DeviceTensor, source: Any) -> Any:
+def _copy_to_device(machine: Machine, self: DeviceTensor, source: Any, non_blocking: bool) -> Any:
     stream, to, origin = machine.stream(self.index), self.inner, inner(source)
     if isinstance(source, DeviceTensor):
         machine.counts["copies on the device" if source.index == self.index else "copies between devices"] += 1
@@ -316,13 +316,15 @@ def _copy_to_device(machine: Machine, self: DeviceTensor, source: Any) -> Any:
     else:
         machine.counts["copies to the device"] += 1
         machine.counts["bytes to the device"] += source.nbytes
+        if stream.capture is not None and not (non_blocking and is_pinned(source)):
+            raise stream.capture.refuse()
         if not is_pinned(source):
-            if source.dim() > 0 and stream.capture is not None:
-                raise stream.capture.refuse()
             machine.counts["pageable copies to the device"] += bool(source.dim())
             with torch.inference_mode(False):
                 origin = source.clone()
     stream.enqueue(Item(lambda: to.copy_(origin), "copy to the device"))
+    if not isinstance(source, DeviceTensor) and not non_blocking:
+        stream.synchronize()
     return self
 
 

@@ -18,12 +18,16 @@ def ones(*size: int, device: str = "cuda") -> torch.Tensor:
 
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_a_copy_reads_pinned_memory_late_and_other_memory_at_once(is_pinned: bool, gpus: Machine) -> None:
-    """What the host writes after it has started a copy arrives, if the memory is pinned."""
+    """What the host writes after it has started a copy arrives, if the memory is pinned and the copy does not block."""
     host = torch.empty(4, pin_memory=is_pinned).fill_(1.0)
-    there = host.to("cuda", non_blocking=True)
+    there, waited = host.to("cuda", non_blocking=True), torch.zeros(4, device="cuda")
+    assert gpus.counts["waits"] == 0
     host.fill_(2.0)
     assert there.tolist() == [2.0 if is_pinned else 1.0] * 4
-    assert gpus.counts["pageable copies to the device"] == (not is_pinned)
+    waited.copy_(host)
+    host.fill_(3.0)
+    assert waited.tolist() == [2.0] * 4
+    assert gpus.counts["pageable copies to the device"] == 2 * (not is_pinned)
 
 
 def test_a_copy_to_the_host_is_there_when_somebody_waited(gpus: Machine) -> None:
