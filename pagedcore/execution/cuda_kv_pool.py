@@ -85,6 +85,9 @@ class CudaKVPool(KVPool):
             pin: pins a tensor's memory for the GPU and returns what unpins it.
         """
         super().__init__(layout, num_blocks, device)
+        if device.type == "cuda":
+            # Why: a step may come under another stream, and write to the pool before this one has cleared it.
+            torch.cuda.current_stream(device).synchronize()
         self._outgoing, self._incoming, self._pin = outgoing, incoming, pin
         self._in_flight: list[tuple[int, Ticket]] = []
         self._end_pinning: Callable[[], object] | None = None

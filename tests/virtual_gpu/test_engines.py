@@ -163,6 +163,23 @@ def test_an_edge_that_is_missing_shows(edge: str, gpus: Machine) -> None:
     assert [[list(one.token_ids) for one in each] for each in answers] != [[tokens] for tokens in expected]
 
 
+def test_steps_come_under_any_stream_and_device(gpus: Machine) -> None:
+    """Who steps an engine under one stream after another, with another GPU current, gets the same tokens, and finds its
+    own GPU and stream current afterwards."""
+    model, prompts = tiny_model("llama"), make_prompts()
+    expected = [generate_alone(model, prompt) for prompt in prompts]
+    streams = [torch.cuda.Stream("cuda:1") for _ in range(3)]
+    with on_gpu(model, device="cuda:1", preemption="swap", host_kv_memory="1MiB", num_kv_blocks=12) as engine:
+        requests = [engine.add_request(prompt, greedy()) for prompt in prompts]
+        for step in range(100):
+            with torch.cuda.stream(streams[step % 3]):
+                torch.cuda.set_device(0)
+                engine.step()
+                assert torch.cuda.current_device() == 0
+                assert torch.cuda.current_stream("cuda:1") is streams[step % 3]
+        assert [list(request.output().outputs[0].token_ids) for request in requests] == expected
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_gpu_that_has_failed_ends_its_engine(gpus: Machine) -> None:
     """An error that no later call survives closes the engine, whose health is "dead"; every request is told to restart
