@@ -58,6 +58,18 @@ def template_of(path: Path | None) -> str | None:
         raise InvalidConfig(f"--chat-template: the file cannot be read ({type(error).__name__}).") from None
 
 
+def read_text(path: Path, option: str) -> str:
+    """Return the text of a file, or with - of standard input. Raises ``InvalidConfig`` if it cannot be read."""
+    from pagedcore.errors import InvalidConfig
+
+    try:
+        return (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).decode("utf-8-sig")
+    except OSError as error:
+        raise InvalidConfig(f"{option}: cannot be read ({type(error).__name__}).") from None
+    except UnicodeDecodeError as error:
+        raise InvalidConfig(f"{option}: is no UTF-8 text, byte {error.start} for one. Convert it.") from None
+
+
 def silence_transformers() -> None:
     """Have transformers say errors alone, without importing it, which takes long and may not be needed."""
     if "transformers" in sys.modules:

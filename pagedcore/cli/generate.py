@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,7 +68,7 @@ def generate(
 
 
 def _structured(schema: Path | None, regex: str | None, choice: list[str] | None) -> dict[str, Any] | None:
-    text = None if schema is None else _read_text(schema, "--json-schema")
+    text = None if schema is None else common.read_text(schema, "--json-schema")
     given = {"json_schema": text, "regex": regex, "choice": choice or None}
     return {name: value for name, value in given.items() if value is not None} or None
 
@@ -77,13 +76,4 @@ def _structured(schema: Path | None, regex: str | None, choice: list[str] | None
 def _read_prompts(path: Path | None) -> list[str]:
     if path is None:
         return []
-    return [line for line in _read_text(path, "--prompts-file").splitlines() if line.strip()]
-
-
-def _read_text(path: Path, option: str) -> str:
-    try:
-        return (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).decode("utf-8-sig")
-    except OSError as error:
-        raise InvalidConfig(f"{option}: cannot be read ({type(error).__name__}).") from None
-    except UnicodeDecodeError as error:
-        raise InvalidConfig(f"{option}: is no UTF-8 text, byte {error.start} for one. Convert it.") from None
+    return [line for line in common.read_text(path, "--prompts-file").splitlines() if line.strip()]

@@ -17,6 +17,7 @@ from pagedcore.cli import (
     convert,
     demo,
     doctor,
+    embed,
     generate,
     kernels,
     pack,
@@ -34,8 +35,8 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich",
 )
 COMMANDS = (
-    demo.demo, generate.generate, chat.chat, serve.serve, size.size, convert.convert, pack.pack, plugins.plugins,
-    doctor.doctor, simulate.simulate, replay.replay,
+    demo.demo, generate.generate, chat.chat, embed.embed, serve.serve, size.size, convert.convert, pack.pack,
+    plugins.plugins, doctor.doctor, simulate.simulate, replay.replay,
 )
 for command in COMMANDS:
     app.command()(command)

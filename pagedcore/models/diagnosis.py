@@ -9,19 +9,26 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
+from pagedcore.errors import show
 from pagedcore.generation_defaults import GenerationDefaults, describe
 from pagedcore.models.blueprint import attention_of, read_tree
 from pagedcore.models.checkpoints import quantized
+from pagedcore.models.checkpoints.classifier_files import is_classifier, labels_of
 from pagedcore.models.checkpoints.fp8 import FP8
 from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.model_path import is_gguf
 from pagedcore.models.checkpoints.packed_model import Wanted, packed_file, why_not_used
+from pagedcore.models.checkpoints.pair_files import heads_of
 from pagedcore.models.checkpoints.pretrained import as_refusals, computing_dtype, find_file
 from pagedcore.models.checkpoints.quick_start import why_not_quick
+from pagedcore.models.checkpoints.sentence_files import read_embedding_defaults
 from pagedcore.models.checkpoints.shipped_code import ships_code
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.checkpoints.weight_files import has_adapter
@@ -29,6 +36,7 @@ from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.families.model_facts import configured_len, eos_token_ids, max_model_len, num_short_tokens
 from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.packed_experts import left_alone
+from pagedcore.text_head import TextHead
 from pagedcore.tokenizer.other_files import missing_packages, tokenizer_file
 from pagedcore.tokenizer.quick_tokenizer import read_tokenizer
 
@@ -72,7 +80,34 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
         facts["adapter"] = "the one beside the model is not applied"
     sampling = _sampling(name, vocab_size, eos_token_ids(model))
     drafts = "none, as results depend on the schedule" if others else 'with speculation="auto", on a CPU'
-    return facts | {"decoder": decoder, "schedule": _schedule(others), "speculation": drafts, "sampling": sampling}
+    texts = {} if is_gguf(name) else _texts(name, config, vocab_size, trust_remote_code, is_plain=stored is None)
+    return facts | {"decoder": decoder, "schedule": _schedule(others), "speculation": drafts,
+                    "sampling": sampling} | texts
+
+
+def _texts(
+    source: str, config: Any, vocab_size: int, trust_remote_code: bool, *, is_plain: bool
+) -> dict[str, str]:
+    """Say what a model makes of texts beside completions, as its files have it."""
+    known, labels = read_embedding_defaults(source, trust_remote_code=trust_remote_code), tuple[str, ...]()
+    embeds = f"no: {known.refusal}" if known.refusal else (
+        f"yes: pooling {known.pooling!r}, " + ("of length 1" if known.normalize else "of any length"))
+    head = None
+    if is_classifier(vars(config).get("architectures")):
+        labels = labels_of(config)
+        head = TextHead(weight=np.zeros((len(labels), 1)), labels=labels)
+    # Why such a layer: which tokens count is asked, and no weight is read.
+    model = SimpleNamespace(config=config, get_output_embeddings=lambda: nn.Linear(1, vocab_size, bias=False))
+    pairs = heads_of(source, model, head)[1]
+    refusal = pairs.refusal or ("" if is_plain or head else "the rows of its output layer are quantised")
+    shown = ", ".join(map(show, labels[:3])) + (", ..." if len(labels) > 3 else "")
+    return {
+        "embeds": embeds,
+        "classifies": f"yes: {len(labels)} class{'es' * (len(labels) > 1)}, {shown}; it generates nothing"
+                      if labels else "no",
+        "reranks": f"no: {refusal}" if refusal else
+                   "yes: by its class" if labels else "yes: by the logits of the tokens that its LogitScore names",
+    }
 
 
 def _files_of(

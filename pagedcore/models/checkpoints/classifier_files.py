@@ -88,7 +88,7 @@ def take_score(model: Any, directory: Path, unexpected: list[str]) -> None:
         raise _refusal(f"a classifier has its head in {_SCORE} alone, and this one has {shown} too")
     files = TensorFiles(directory)
     shape = files.shape_of(_SCORE) if _SCORE in files else (0, 0)
-    labels = _labels_of(model.config)
+    labels = labels_of(model.config)
     if len(shape) != 2 or shape[0] != len(labels):
         raise InvalidConfig(
             f"model: its configuration names {len(labels)} classes (id2label), and {_SCORE} in its files is of shape "
@@ -111,7 +111,7 @@ def body_of_classifier(model: PreTrainedModel) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     tensors = model.state_dict(keep_vars=True)
     others = {name for name in tensors if not name.startswith(f"{model.base_model_prefix}.")}
-    if others != {_SCORE} or len(tensors[_SCORE]) != len(_labels_of(config)):
+    if others != {_SCORE} or len(tensors[_SCORE]) != len(labels_of(config)):
         raise _refusal(f"a classifier has one head, {_SCORE}, with a row for each class that id2label names")
     with torch.device("meta"):
         part = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
@@ -134,7 +134,7 @@ def head_of_classifier(model: Any) -> TextHead | None:
     score = vars(model).get(_TAKEN)
     if score is None:
         return None
-    labels = _labels_of(model.config)
+    labels = labels_of(model.config)
     return TextHead(weight=score.double().cpu().numpy(), labels=labels, activation=_activation_of(model.config, labels),
                     pad_token_id=model.config.get_text_config().pad_token_id)
 
@@ -168,8 +168,8 @@ def _width_of(own: nn.Module) -> int:
     return int(own.get_submodule("score").in_features)  # type: ignore[arg-type]
 
 
-def _labels_of(config: Any) -> tuple[str, ...]:
-    """Return the names of the classes in their order."""
+def labels_of(config: Any) -> tuple[str, ...]:
+    """Return the names of the classes in their order. Raises ``InvalidConfig`` if some are missing, or no text."""
     given = config.id2label
     if not isinstance(given, Mapping) or {*given} != {*range(len(given))}:
         raise InvalidConfig("model: id2label in its configuration does not name the classes 0, 1, 2 ... one by one.")
