@@ -41,6 +41,7 @@ SETTING = "given to the constructor, and in ``settings_of``"
 WIRING = "another object of the scheduler, looked at where it is owned"
 DERIVED = "an index or a cache of what is in the snapshot"
 STATISTIC = "counted for people; no decision depends on it"
+DRAFTS = "decides about drafts, and those of a plan are recorded"
 LANDED = "of a step in flight, and there is none"
 TOKENS = "decides about tokens, and these are recorded"
 DOOR = "decides at the door; whoever was accepted is accepted"
@@ -48,7 +49,7 @@ DOOR = "decides at the door; whoever was accepted is accepted"
 LEFT_OUT: dict[type, dict[str, str]] = {
     Scheduler: {"_blocks": WIRING, "_num_pool_tokens": SETTING, "rules": SETTING, "gate": SETTING,
                 "_in_flight": LANDED, "_drafted": LANDED, "waiting": WIRING, "running": WIRING,
-                "speculation": "decides about drafts, and those of a plan are recorded"},
+                "speculation": DRAFTS},
     KVCacheManager: {},
     BlockManager: {"num_blocks": SETTING, "policy": SETTING, "block_size": SETTING, "copies_blocks": SETTING,
                    "hasher": SETTING, "_sources": LANDED},
@@ -77,8 +78,9 @@ LEFT_OUT: dict[type, dict[str, str]] = {
     Preemption: {},
     ReuseRate: {"_capacity": SETTING},
     Sequence: {"params": TOKENS, "stop_token_ids": TOKENS, "constraint": TOKENS, "logprobs": TOKENS,
-               "prompt_logprobs": TOKENS},
-    RequestOptions: dict.fromkeys(("request_id", "cache_salt", "salt"), "who may share is in the cache root"),
+               "prompt_logprobs": TOKENS, "scored_as": TOKENS},
+    RequestOptions: {**dict.fromkeys(("request_id", "cache_salt", "salt"), "who may share is in the cache root"),
+                     "speculate": DRAFTS},
 }
 """Every class of a scheduler's state, and what of it no snapshot has, with the reason."""
 
