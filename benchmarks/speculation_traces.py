@@ -43,9 +43,10 @@ def traces(tokenizer: Tokenizer, number: int, most_tokens: int = 320) -> list[Tr
     for kind in KINDS:
         made = []
         for prompt, completion in _TEXTS[kind](random.Random(kind)):
-            ids = tokenizer.encode(completion, add_special_tokens=False).ids[:most_tokens]
+            ids = tokenizer.encode(completion, add_special_tokens=False).ids
             if len(ids) >= _LEAST:
-                made.append(Trace(kind, tuple(tokenizer.encode(prompt, add_special_tokens=False).ids), tuple(ids)))
+                before = tokenizer.encode(prompt, add_special_tokens=False).ids
+                made.append(Trace(kind, tuple(before), tuple(ids[:most_tokens])))
             if len(made) == number:
                 break
         found += made
