@@ -36,7 +36,7 @@ class Call:
     @classmethod
     def of(cls, asked: Mapping[str, Any]) -> Call:
         """Take what is a call's among the arguments of an endpoint."""
-        return cls(asked["sampling"], asked["timeout_s"], {name: asked[name] for name in CALLERS_OPTIONS})
+        return cls(asked.get("sampling"), asked["timeout_s"], {name: asked[name] for name in CALLERS_OPTIONS})
 
     @classmethod
     def in_python(cls, params: Any, timeout_s: Any, options: Mapping[str, Any]) -> Call:

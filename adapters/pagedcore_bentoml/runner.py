@@ -1,4 +1,4 @@
-"""The service: four endpoints, and two verbs for those of a subclass.
+"""The service: six endpoints, and two verbs for those of a subclass.
 
 Turns calls into requests of the engine, whose life is in ``lifetime.py``. Inputs and outputs are in ``wire.py``,
 tenants in ``tenants.py``, disconnects, drain and error responses in ``pagedcore_http``. Next: ``own_endpoints.py``.
@@ -33,6 +33,7 @@ from pagedcore_bentoml.event_text import events_of
 from pagedcore_bentoml.lifetime import EngineLifetime
 from pagedcore_bentoml.own_endpoints import adapt_endpoints, counted, is_answered, is_batched
 from pagedcore_bentoml.tenants import SaltedEngine, SelfCalls, current_request, no_tenant
+from pagedcore_bentoml.texts import EmbedInput, Ranking, RerankInput, Vectors, embed, rerank
 from pagedcore_bentoml.wire import (
     REFUSAL_KEY,
     BatchCompletion,
@@ -168,6 +169,20 @@ class PagedCoreRunner(EngineLifetime):
         """
         asked = arguments_of(BatchInput, given, named)
         return await self._respond(asked, lambda engine, call: complete_all(engine, asked["prompts"], call))
+
+    @bentoml.api(input_spec=EmbedInput, output_spec=Vectors)
+    @takes(EmbedInput)
+    async def embed(self, *given: Any, **named: Any) -> Vectors:
+        """Turn texts into vectors, in the steps of running completions; arguments as of ``AsyncEngine.embed``."""
+        asked = arguments_of(EmbedInput, given, named)
+        return await self._respond(asked, lambda engine, call: embed(engine, asked, call))
+
+    @bentoml.api(input_spec=RerankInput, output_spec=Ranking)
+    @takes(RerankInput)
+    async def rerank(self, *given: Any, **named: Any) -> Ranking:
+        """Order documents by their relevance to a query; arguments as of ``AsyncEngine.rerank``."""
+        asked = arguments_of(RerankInput, given, named)
+        return await self._respond(asked, lambda engine, call: rerank(engine, asked, call))
 
     @bentoml.api(input_spec=PromptInput, output_spec=EventText)
     @takes(PromptInput)

@@ -1,4 +1,4 @@
-"""Inputs and outputs of the service's four endpoints, as BentoML's schema shows them.
+"""Inputs and outputs of the service's endpoints that complete, as BentoML's schema shows them.
 
 The input models describe values and leave their validation to the engine, so that ``true`` is never taken for a number.
 The error of a body that cannot be read is kept in the request's scope, for the endpoint to refuse.
@@ -92,7 +92,7 @@ def _max_body_bytes() -> int:
     return getattr(get_current_service(), "body_limit", MAX_BODY_BYTES)
 
 
-def _options() -> dict[str, Any]:
+def option_fields() -> dict[str, Any]:
     """Return the fields of the options that callers may give, and of the limit of time."""
     schemas = {name: WithJsonSchema(dict(OPTIONS[name].schema or {})) for name in CALLERS_OPTIONS}
     made = [(name, (Annotated[Any, schemas[name]], default)) for name, default in CALLERS_OPTIONS.items()]
@@ -102,18 +102,18 @@ def _options() -> dict[str, Any]:
 
 PromptInput: Final = create_model(
     "PromptInput", __base__=EndpointInput, __module__=__name__, __doc__="One prompt.",
-    prompt=(Prompt, ...), sampling=(Sampling, None), **_options(), suffix=(Suffix, None),
+    prompt=(Prompt, ...), sampling=(Sampling, None), **option_fields(), suffix=(Suffix, None),
 )
 ChatInput: Final = create_model(
     "ChatInput", __base__=EndpointInput, __module__=__name__, __doc__="One conversation.",
-    messages=(Messages, ...), sampling=(Sampling, None), **_options(), tools=(Tools, None),
+    messages=(Messages, ...), sampling=(Sampling, None), **option_fields(), tools=(Tools, None),
     tool_choice=(ToolChoice, None), parallel_tool_calls=(Parallel, True),
     chat_template_kwargs=(TemplateArguments, None),
     reasoning_effort=(Effort, None), add_generation_prompt=(Flag, None), continue_final_message=(Flag, None),
 )
 BatchInput: Final = create_model(
     "BatchInput", __base__=EndpointInput, __module__=__name__, __doc__="Several prompts of one caller.",
-    prompts=(Prompts, ...), sampling=(SamplingOfEach, None), **{**_options(), "request_id": (LabelOfEach, None)},
+    prompts=(Prompts, ...), sampling=(SamplingOfEach, None), **{**option_fields(), "request_id": (LabelOfEach, None)},
 )
 
 

@@ -410,7 +410,8 @@ async def test_bentoml_refuses_pickle_content_type(tmp_path: Any, is_main: bool)
 async def test_bentoml_schema_has_no_file_types(app: App) -> None:
     """Nothing in the schema would make BentoML fetch or unpack what a caller names."""
     schema = (await app.call("/schema.json")).text
-    assert {route["name"] for route in json.loads(schema)["routes"]} == {"generate", "chat", "stream", "batch"}
+    assert {route["name"] for route in json.loads(schema)["routes"]} == {
+        "generate", "chat", "stream", "batch", "embed", "rerank"}
     assert not [word for word in ("file", "image", "tensor", "dataframe", "binary") if f'"{word}"' in schema]
 
 
