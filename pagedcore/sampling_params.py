@@ -329,7 +329,7 @@ class SamplingParams(_Remembers):
             raise errors.UnknownParameter("sampling parameters", mapping, "a mapping of parameter names to values")
         for name in mapping:
             if name not in NAMES:
-                raise errors.UnknownParameter.named("parameter name", name, NAMES)
+                raise errors.UnknownParameter.named("parameter name", name, tuple(_FACTS))
         for name in LOCAL_NAMES:
             if (value := mapping.get(name)) is not None and value is not False:
                 raise errors.InvalidSampling(name, value, "given to SamplingParams, in the engine's process, only")

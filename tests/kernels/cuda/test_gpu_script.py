@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from kernels.cuda.simulated_gpu import SimulatedGpu
-from kernels.cuda.test_driver import ATTRIBUTES
 from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from pagedcore_kernels.cuda.build.variants import COPY_NAME
 
 needs_compiler = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
+ATTRIBUTES = {"major": 9, "minor": 0, "sms": 132, "shared": 232448}
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu.py"
 
 
@@ -147,6 +147,9 @@ class HostApi:
 
     def _cuMemsetD8Async(self, address: int, byte: int, nbytes: int, _: Any) -> tuple[int]:
         ctypes.memset(address, byte, nbytes)
+        return (0,)
+
+    def _cuLaunchKernel(self, *_: Any) -> tuple[int]:
         return (0,)
 
     def _cuEventElapsedTime(self, *_: Any) -> float:

@@ -114,7 +114,7 @@ def test_a_model_that_was_refused_unchanged_is_free() -> None:
         assert error_of_a_request(engine) is None
 
 
-@pytest.mark.parametrize("loader", ["AutoModel", "AutoModelForSequenceClassification"])
+@pytest.mark.parametrize("loader", ["AutoModel", "AutoModelForTokenClassification"])
 def test_models_without_a_language_model_head_are_refused(loader: str) -> None:
     """A body alone, or one with another head, computes no logits of tokens; the message names the class to load."""
     import transformers
