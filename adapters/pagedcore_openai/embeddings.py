@@ -14,24 +14,21 @@ from pagedcore.errors import InvalidRequest
 from pagedcore_http.events import encode
 from pagedcore_http.json_pieces import map_in_pieces
 from pagedcore_openai import fields as known
-from pagedcore_openai.pooled import MAX_TEXTS, PooledCall
-from pagedcore_openai.prompts import prompts_of
+from pagedcore_openai.pooled import TextsCall
 
 _FORMATS: Final = ("float", "base64")
 
 
-class EmbeddingCall(PooledCall):
+class EmbeddingCall(TextsCall):
     """A call for vectors."""
 
     form = known.EMBEDDING
     verb = "embed"
     prefix: ClassVar[str] = "embd"
-    names: ClassVar = {"text": "input", "texts": "input", "prompt": "input"}
 
     def read(self, fields: Mapping[str, Any]) -> None:
         """Read the texts, and in which form their vectors are wanted."""
-        given = known.required(fields, "input", "text, token ids, or a list of either")
-        self._texts = prompts_of(given, "input", MAX_TEXTS)
+        super().read(fields)
         self._asked = {name: fields[name] for name in ("pooling", "normalize", "dimensions", "prompt_name")
                        if name in fields}
         self._format = fields.get("encoding_format", "float")

@@ -11,8 +11,7 @@ from pagedcore.errors import InvalidPrompt
 from pagedcore_http.events import encode
 from pagedcore_http.json_pieces import map_in_pieces
 from pagedcore_openai import fields as known
-from pagedcore_openai.pooled import MAX_TEXTS, PooledCall
-from pagedcore_openai.prompts import prompts_of
+from pagedcore_openai.pooled import MAX_TEXTS, PooledCall, TextsCall
 
 
 class RerankCall(PooledCall):
@@ -78,18 +77,16 @@ class ScoreCall(PooledCall):
         return encode({"index": one.index, "object": "score", "score": one.logit if self._is_raw else one.score})
 
 
-class ClassifyCall(PooledCall):
+class ClassifyCall(TextsCall):
     """Texts, or token ids, whose classes are asked for."""
 
     form = known.CLASSIFY
     verb = "classify"
     prefix: ClassVar[str] = "classify"
-    names: ClassVar = {"text": "input", "texts": "input", "prompt": "input"}
 
     def read(self, fields: Mapping[str, Any]) -> None:
-        """Read the texts."""
-        given = known.required(fields, "input", "text, token ids, or a list of either")
-        self._texts = prompts_of(given, "input", MAX_TEXTS)
+        """Read the texts, and in which form their classes are wanted."""
+        super().read(fields)
         self._is_raw = not known.flag(fields, "use_activation", default=True)
 
     async def whole(self) -> str:

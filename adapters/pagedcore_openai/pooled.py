@@ -19,6 +19,7 @@ from pagedcore_openai import fields as known
 from pagedcore_openai.calls import ServedModel
 from pagedcore_openai.endpoints import JSON, Endpoint
 from pagedcore_openai.errors import with_names
+from pagedcore_openai.prompts import prompts_of
 from pagedcore_openai.service import Service
 
 MAX_TEXTS: Final = 2048
@@ -83,3 +84,14 @@ class PooledCall(ABC):
         Raises:
             PagedcoreError: as from the method of ``AsyncEngine``.
         """
+
+
+class TextsCall(PooledCall):
+    """A call whose ``input`` is text, token ids, or a list of either."""
+
+    names: ClassVar = {"text": "input", "texts": "input", "prompt": "input"}
+
+    def read(self, fields: Mapping[str, Any]) -> None:
+        """Read the texts."""
+        given = known.required(fields, "input", "text, token ids, or a list of either")
+        self._texts = prompts_of(given, "input", MAX_TEXTS)

@@ -70,6 +70,13 @@ def read_text(path: Path, option: str) -> str:
         raise InvalidConfig(f"{option}: is no UTF-8 text, byte {error.start} for one. Convert it.") from None
 
 
+def read_lines(path: Path, option: str) -> list[tuple[int, str]]:
+    """Return the lines of a file that have more than blanks, with their numbers from 1. Raises as ``read_text``."""
+    # Why not splitlines: a text may have a form feed, or JSON a separator of Unicode, in the middle.
+    lines = enumerate(read_text(path, option).split("\n"), start=1)
+    return [(number, line.removesuffix("\r")) for number, line in lines if line.strip()]
+
+
 def silence_transformers() -> None:
     """Have transformers say errors alone, without importing it, which takes long and may not be needed."""
     if "transformers" in sys.modules:

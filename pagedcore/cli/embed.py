@@ -52,7 +52,8 @@ def embed(
                 found = engine.embed([text for text, _ in some], show_progress=False, **asked)
                 for (_, record), one in zip(some, found, strict=True):
                     line = {**record, "embedding": one.vector.tolist(), "num_tokens": one.num_prompt_tokens}
-                    target.write(json.dumps(line, ensure_ascii=False) + "\n")
+                    # Why in ASCII: fields of a JSON object may have what no encoding of the output can write.
+                    target.write(json.dumps(line) + "\n")
                 target.flush()
                 bar.update(len(some))
         finally:
@@ -70,8 +71,7 @@ def _opened(out: Path | None) -> TextIO:
 
 def _records(file: Path, is_jsonl: bool, field: str) -> list[tuple[str, dict[str, Any]]]:
     """Return the texts of a file, and what is written beside their vectors."""
-    lines = enumerate(common.read_text(file, "FILE").splitlines(), start=1)
-    given = [(number, line) for number, line in lines if line.strip()]
+    given = common.read_lines(file, "FILE")
     if not given:
         raise InvalidConfig("FILE: got no text, needed is at least one line.")
     return list(_parsed(given, field)) if is_jsonl else [(line, {"text": line}) for _, line in given]

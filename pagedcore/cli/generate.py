@@ -76,4 +76,4 @@ def _structured(schema: Path | None, regex: str | None, choice: list[str] | None
 def _read_prompts(path: Path | None) -> list[str]:
     if path is None:
         return []
-    return [line for line in common.read_text(path, "--prompts-file").splitlines() if line.strip()]
+    return [line for _, line in common.read_lines(path, "--prompts-file")]

@@ -16,16 +16,18 @@ from pagedcore import Engine
 from pagedcore.errors import InvalidConfig, PromptTooLong
 from support.runner import invoke
 
-TEXTS = ["What is 2 + 3?", "naïve café", "What is 9 - 5?"]
+TEXTS = ["What is 2 + 3?", "naïve \x0c ca\u2028fé", "What is 9 - 5?"]
 
 
 def test_lines_and_objects_get_the_engines_vectors(tmp_path: Path) -> None:
-    """From a file of lines, of JSON, and from standard input; fields of objects are kept; empty lines are none."""
+    """From a file of lines, of JSON, and from standard input; fields of objects are kept; empty lines are none, and no
+    character but the end of a line ends one."""
     with Engine.from_pretrained("demo", num_kv_blocks=64, dtype="float32") as engine:
         wanted = np.array(engine.embed(TEXTS, dimensions=8, show_progress=False))
     lines, objects, out = (tmp_path / name for name in ("in.txt", "in.jsonl", "out.jsonl"))
     lines.write_text("\n\n".join(TEXTS), encoding="utf-8")
-    objects.write_text("\n".join(map(json.dumps, [{"id": 7, "body": TEXTS[0]}, *TEXTS[1:]])), encoding="utf-8")
+    rest = [json.dumps(one, ensure_ascii=False) for one in TEXTS[1:]]
+    objects.write_text("\r\n".join([json.dumps({"id": "\ud800", "body": TEXTS[0]}), *rest]), encoding="utf-8")
     options = ("--dimensions", "8", "--blocks", "64", "--dtype", "float32")
     printed = invoke("embed", str(lines), *options)
     assert invoke("embed", "-", *options, given="\n".join(TEXTS)) == printed
@@ -33,7 +35,7 @@ def test_lines_and_objects_get_the_engines_vectors(tmp_path: Path) -> None:
     for text in (printed, out.read_text(encoding="utf-8")):
         found = [json.loads(line) for line in text.splitlines()]
         assert np.array_equal(np.array([one["embedding"] for one in found], np.float32), wanted)
-    assert (found[0]["id"], found[0]["body"], found[1]["text"]) == (7, TEXTS[0], TEXTS[1])
+    assert (found[0]["id"], found[0]["body"], found[1]["text"]) == ("\ud800", TEXTS[0], TEXTS[1])
 
 
 @pytest.mark.parametrize(("content", "words"), [
