@@ -206,7 +206,7 @@ class Sampler:
 
     def barred_tokens(self, sequences: ListOf[Sequence | SequenceAhead]) -> Int64Array:
         """Return the tokens that may not come, or not yet, whatever their logits: [B, 2] rows and ids."""
-        places = [(i, token_id) for i, one in enumerate(sequences) if bars_tokens(one)
+        places = [(i, token_id) for i, one in enumerate(sequences) if _bars_tokens(one)
                   for token_id in barred_of(one) if token_id < self._vocab_size]  # fmt: skip
         return np.array(places, np.int64).reshape(-1, 2)
 
@@ -278,7 +278,7 @@ class Sampler:
         adjuster, count = RowAdjuster(turn, self._vocab_size), len(rows)
         for place, position in enumerate(positions):
             turn.token_ids.extend(token_ids[len(turn.token_ids) : position + 1])
-            if turn.is_adjusted or bars_tokens(turn):
+            if turn.is_adjusted or _bars_tokens(turn):
                 if (failure := _adjust_row(rows[place], turn, adjuster)) is not None:
                     return place, failure
                 if turn.constraint is not None and self._mask(rows[place : place + 1], [(0, turn)]):
@@ -320,7 +320,7 @@ class Sampler:
         constrained = list[tuple[int, Sequence | SequenceAhead]]()
         failures = dict[int, Exception]()
         for i, sequence in enumerate(sequences):
-            if not (sequence.is_adjusted or bars_tokens(sequence)):
+            if not (sequence.is_adjusted or _bars_tokens(sequence)):
                 continue
             adjuster = adjusters.get(sequence.sequence_id)
             if adjuster is None or not adjuster.is_for(sequence):
@@ -403,6 +403,11 @@ def _mask(bits: Int16Array, barred: Int64Array) -> None:
         logits = bits[rows, columns]
         is_broken = (logits == _INFINITY) | (logits & 0x7FFF > _INFINITY)
         bits[rows, columns] = np.where(is_broken, logits, _MINUS_INFINITY)
+
+
+def _bars_tokens(sequence: Sequence | SequenceAhead) -> bool:
+    # Why: most requests bar nothing, and are asked in every step.
+    return _may_bar_tokens(sequence) and bars_tokens(sequence)
 
 
 def _may_bar_tokens(sequence: Sequence | SequenceAhead) -> bool:
