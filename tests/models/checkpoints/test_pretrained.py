@@ -280,4 +280,5 @@ def test_the_output_layer_that_embeddings_lack_is_no_warning(
             load_pretrained(tmp_path, dtype="float32")
     finally:
         logging.getLogger("transformers").removeHandler(caplog.handler)
-    assert ["LOAD REPORT" in one.getMessage() for one in caplog.records].count(True) == bool(changes)
+    # Why not a count: a record comes twice where transformers' logger also hands its records to the root's.
+    assert any("LOAD REPORT" in one.getMessage() for one in caplog.records) == bool(changes)
