@@ -8,7 +8,8 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
                     HasEmbeddingDefaults  HasTextHead  TakesPositionsBack
                     MayLoseDevice
     Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
-    attention       AttentionRequirements  StoresInt8, ChecksAhead (the factory)  ShowsKVPool (the backend)
+    attention       AttentionRequirements  StoresInt8, ChecksAhead, ConvolvesRows (the factory)
+                    ShowsKVPool (the backend)
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pagedcore_kernels.interface import AttentionBackend as AttentionBackend
 from pagedcore_kernels.interface import AttentionFactory as AttentionFactory
 from pagedcore_kernels.interface import AttentionRequirements as AttentionRequirements
 from pagedcore_kernels.interface import ChecksAhead as ChecksAhead
+from pagedcore_kernels.interface import ConvolvesRows as ConvolvesRows
 from pagedcore_kernels.interface import FloatArray as FloatArray
 from pagedcore_kernels.interface import Int32Array as Int32Array
 from pagedcore_kernels.interface import Int64Array as Int64Array

@@ -120,6 +120,26 @@ class AttentionBackend(Protocol):
 
 
 @runtime_checkable
+class ConvolvesRows(Protocol):
+    """An attention backend, or a factory of such, that also computes layers of short convolutions."""
+
+    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """Keep rows [T, C] in the planned slots; return the causal convolution of each channel over its row's sequence.
+
+        Args:
+            layer: index into the layout's layers; its keys have no elements, its values C.
+            rows: in the layout's number format, last dimension contiguous.
+            weight: float32 [taps, C], oldest tap first.
+            bias: float32 [C].
+
+        Returns:
+            [T, C]: ``bias + sum over taps of weight[tap] * row`` with zeros before the first position, added in float32
+            in this order, and rounded once. Of padding: zeros.
+        """
+        ...
+
+
+@runtime_checkable
 class RecordsLaunches(Protocol):
     """An attention backend whose launches for decode steps of one size can be recorded once and repeated."""
 

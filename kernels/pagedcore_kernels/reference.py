@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedcore_kernels.checks import check_key_value, check_pool, check_query
+from pagedcore_kernels.checks import check_convolution, check_key_value, check_pool, check_query
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RaggedRows
 from pagedcore_kernels.layout import BlockLayout, Int8KVLayout, KVLayout
@@ -85,6 +85,25 @@ class ReferenceAttention:
             output[tokens] = _attention(
                 query[tokens].float(), key, value, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks
             ).to(query.dtype)
+        return output
+
+    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """Keep rows [T, C] and convolve; see ``ConvolvesRows``."""
+        plan = self._current_plan()
+        check_convolution(self._layout, layer, rows, weight, bias, plan)
+        self.write_kv(layer, rows.new_empty(len(rows), 1, 0), rows[:, None])
+        output, taps = torch.zeros_like(rows), len(weight)
+        for row in range(plan.num_rows):
+            tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
+            count = tokens.stop - tokens.start
+            if count == 0:  # padding
+                continue
+            known = self._gather(layer, row, plan)[1][:, 0]
+            padded = torch.cat([known.new_zeros(taps - 1, known.shape[1]), known])[-(count + taps - 1) :]
+            total = bias.expand(count, -1)
+            for tap in range(taps):
+                total = total + padded[tap : tap + count] * weight[tap]
+            output[tokens] = total.to(rows.dtype)
         return output
 
     def _gather(self, layer: int, row: int, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:

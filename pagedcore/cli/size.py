@@ -45,8 +45,8 @@ class SizeReport:
     num_blocks: int
     kv_bytes: int
     """What an engine allocates: whole blocks, padding included."""
-    int8_kv_bytes: int
-    """The same with ``kv_cache_dtype="int8"``."""
+    int8_kv_bytes: int | None
+    """The same with ``kv_cache_dtype="int8"``; ``None`` for a model that cannot have it."""
     memory: int
     """For weights and KV together."""
     num_blocks_that_fit: int
@@ -88,7 +88,7 @@ class SizeReport:
         if self.context_that_fits:
             changes.append(f"lower the context to {self.context_that_fits} tokens")
         is_kv_alike = self.kv_cache_dtype == "auto"
-        if is_kv_alike and self.weight_bytes + self.int8_kv_bytes <= self.memory:
+        if is_kv_alike and self.int8_kv_bytes and self.weight_bytes + self.int8_kv_bytes <= self.memory:
             changes.append(f"take kv_cache_dtype int8, in which KV takes {format_memory(self.int8_kv_bytes)}")
         if self.dtype == "float32" and (self.weight_bytes + self.kv_bytes * is_kv_alike) // 2 >= self._missing_bytes:
             changes.append(f"take dtype bfloat16, which halves weights{' and KV' if is_kv_alike else ''}")
@@ -143,7 +143,9 @@ def size_model(
     plan = plan_backend(model, config, create_plugin_manager().registry.attention.load)
     layout, layers, most = plan.layout, Counter(plan.layout.layers), free_bytes if given is None else given
     length = context_length(plan.max_model_len, config)
-    in_int8 = Int8KVLayout(layout.block_size, int8, layout.layers, layout.model_dtype)
+    # Why not always: the inputs of convolutions, which are values without keys, stay in the model's format.
+    in_int8 = Int8KVLayout(layout.block_size, int8, layout.layers, layout.model_dtype) if all(
+        layer.key_head_size for layer in layers) else None
     scale_bytes = SCALE_BYTES if layout == in_int8 else 0
     bytes_per_token = sum(
         n * layer.num_kv_heads * (size * layout.dtype.itemsize + scale_bytes)
@@ -159,8 +161,8 @@ def size_model(
         context=length, concurrency=sequences, block_size=layout.block_size, block_bytes=layout.block_bytes,
         bytes_per_token=bytes_per_token, padding_bytes=layout.block_bytes - layout.block_size * bytes_per_token,
         blocks_per_sequence=blocks_per_sequence, num_blocks=num_blocks, kv_bytes=num_blocks * layout.block_bytes,
-        int8_kv_bytes=num_blocks * in_int8.block_bytes, memory=most, num_blocks_that_fit=num_blocks_that_fit,
-        num_sequences_that_fit=num_blocks_that_fit // blocks_per_sequence,
+        int8_kv_bytes=None if in_int8 is None else num_blocks * in_int8.block_bytes, memory=most,
+        num_blocks_that_fit=num_blocks_that_fit, num_sequences_that_fit=num_blocks_that_fit // blocks_per_sequence,
         context_that_fits=min(length, num_blocks_that_fit // sequences * layout.block_size),
     )
 
@@ -224,6 +226,9 @@ def _token_sum(report: SizeReport) -> str:
         sizes = [f"{layer[name]} + 4" if is_int8 else f"{layer[name]}" for name in ("key_head_size", "value_head_size")]
         heads = f"{layer['num_layers']} layers x {layer['num_kv_heads']} KV heads"
         twice = f"2 x {heads} x ({sizes[0]})" if is_int8 else f"2 x {heads} x {sizes[0]}"
+        if not layer["key_head_size"]:
+            terms.append(f"{layer['num_layers']} layers x {layer['value_head_size']} inputs of a convolution")
+            continue
         terms.append(twice if sizes[0] == sizes[1] else f"{heads} x ({' + '.join(sizes)})")
     total = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
     return f"{total} bytes" if is_int8 else f"{total} x {4 if report.dtype == 'float32' else 2} bytes"

@@ -21,7 +21,8 @@ from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, Mo
 from pagedcore.execution.devices import CPU, Device
 from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.memory_pages import FileMappings
-from pagedcore.models.attention.interface import ATTENTION_KEY, PagedStep, attention_step, register
+from pagedcore.models.attention import convolutions
+from pagedcore.models.attention.interface import ATTENTION_KEY, PagedStep, attention_step, current_step, register
 from pagedcore.models.attention.layers import AttentionLayer, RecordingStep, layers_of
 from pagedcore.models.checkpoints import ownership
 from pagedcore.models.decoders.fused import best_decoder
@@ -47,6 +48,7 @@ from pagedcore.protocols import (
     AttentionBackend,
     AttentionFactory,
     AttentionRequirements,
+    ConvolvesRows,
     FloatArray,
     Int64Array,
     LinearFactory,
@@ -278,6 +280,8 @@ class TransformersModel:
         test = SelfTest(model, self.block_size, self._tolerance) if runs_self_test and not compares_products else None
         ownership.take(model)
         self.layers, self.vocab_size = redirect_attention(model)
+        if any(layer.convolution for layer in self.layers.values()):
+            self._require_convolutions()
         self.kv_bytes_per_token = self.layout(self.block_size).bytes_per_token
         mappings = FileMappings()
         on_unused = mappings.free_pages if is_private else lambda weight: None
@@ -294,11 +298,19 @@ class TransformersModel:
             if runs_self_test and compares_products:
                 # Why now: what is expected of the model is what its own modules compute with these products.
                 model.set_attn_implementation(own_attention)
-                test = SelfTest(model, self.block_size, self._tolerance)
+                with convolutions.own_convolutions(model):
+                    test = SelfTest(model, self.block_size, self._tolerance)
                 model.set_attn_implementation(ATTENTION_KEY)
             is_reproducible = test is None or self._settle_decoder(test)
             self.variable_part = self._find_variable_part(is_reproducible)
             """What makes results depend on the schedule, or nothing."""
+
+    def _require_convolutions(self) -> None:
+        if not isinstance(self._attention_factory, ConvolvesRows):
+            raise ModelNotSupported(
+                f"model: {self.name!r} has layers of convolutions, which attention {self.attention_name!r} on "
+                f"{self._device.kind} does not compute. Use device='cpu' and attention_backend 'auto'."
+            )
 
     @property
     def takes_positions_back(self) -> bool:
@@ -380,6 +392,7 @@ def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
     register()
     model.set_attn_implementation(ATTENTION_KEY)
     supported_models.check_attention_was_taken(model.config)
+    convolutions.redirect(model, current_step)
     step = RecordingStep()
     # Why none: a tree of ours computes no tokens too, and reads no weight for them.
     num_tokens, device = 0 if isinstance(model, ForCausalLM) else 2, model_facts.format_and_device(model)[1]

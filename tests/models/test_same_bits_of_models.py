@@ -23,6 +23,8 @@ CASES = [
     ("qwen2_moe", torch.float32), ("deepseek_v3", torch.float32), ("gpt_oss", torch.bfloat16),
     # Fused, with norms around each half, soft caps and windows.
     ("gemma2", torch.bfloat16),
+    # With short convolutions, whose inputs lie in the pool.
+    ("lfm2_moe", torch.bfloat16),
 ]
 
 

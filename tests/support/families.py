@@ -33,6 +33,7 @@ _LATENT: dict[str, Any] = {
 _ALTERNATING: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, **_SLIDING,
 }
+_CONVOLVING: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"]}
 
 #: Architecture -> what differs from the common configuration.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -89,6 +90,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "internlm3": {**_HEAD},
     "jais2": {},
     "jetmoe": {"kv_channels": 16, **_LOCAL_EXPERTS},
+    "lfm2": {**_CONVOLVING, "block_auto_adjust_ff_dim": False, "conv_bias": True},
+    "lfm2_moe": {**_CONVOLVING, **_EXPERTS, "num_dense_layers": 1},
+    "lfm3": {**_CONVOLVING},
     "llama": {},
     "llama4_text": {
         **_HEAD, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": 8, "num_hidden_layers": 4,

@@ -11,7 +11,7 @@ import torch
 
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import EngineClosed
+from pagedcore.errors import EngineClosed, ModelNotSupported
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
@@ -22,6 +22,7 @@ from virtual_gpu.backends import on_gpu, shipped_kernels
 from virtual_gpu.machine import Event, Machine, Stream
 
 REPRESENTATIVES = ("llama", "gemma2", "llama4_text")
+CPU_ONLY = ("lfm2", "lfm2_moe", "lfm3")
 
 
 def greedy(**more: Any) -> SamplingParams:
@@ -53,7 +54,8 @@ def test_the_demo_model_answers_on_the_kernels_that_ship(count: int, preemption:
 @pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=pytest.mark.kernels)])
 @pytest.mark.parametrize("family", [
     *REPRESENTATIVES,
-    *(pytest.param(family, marks=pytest.mark.kernels) for family in FAMILIES if family not in REPRESENTATIVES),
+    *(pytest.param(family, marks=pytest.mark.kernels) for family in FAMILIES
+      if family not in (*REPRESENTATIVES, *CPU_ONLY)),
 ])
 def test_tokens_on_a_gpu_are_those_of_generate(family: str, preemption: str, gpus: Machine) -> None:
     """Chunked, in company and preempted, with blocks that arrive late from the host, tokens are ``generate``'s."""
@@ -70,6 +72,12 @@ def test_tokens_on_a_gpu_are_those_of_generate(family: str, preemption: str, gpu
         for _ in range(3):  # asks after the transfers that were still on their way when the last answer ended
             engine.step()
         assert_all_free(engine)
+
+
+def test_a_model_with_convolutions_is_refused_on_a_gpu(gpus: Machine) -> None:
+    """Its attention there has no kernel for them, and the message says where there is one."""
+    with pytest.raises(ModelNotSupported, match=r"'lfm2'.*convolutions.*device='cpu'"):
+        on_gpu(tiny_model("lfm2"), attention="queued", num_kv_blocks=12)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -20,7 +20,7 @@ import torch
 
 from pagedcore.errors import ModelTakenOver
 from pagedcore.models.attention.layers import AttentionLayer, RecordingStep
-from pagedcore.protocols import AttentionBackend, RaggedRows
+from pagedcore.protocols import AttentionBackend, ConvolvesRows, RaggedRows
 
 ATTENTION_KEY: Final = "pagedcore"
 
@@ -68,6 +68,14 @@ class PagedStep:
         )
         return out.to(query.dtype)[None]
 
+    def convolve(self, module: Any, rows: torch.Tensor) -> torch.Tensor:
+        """Keep rows and convolve them; see ``TakesConvolutions``."""
+        layer, attention = self._layers[module.layer_idx], self.attention
+        # Invariant: the take-over has seen to both.
+        assert isinstance(attention, ConvolvesRows)
+        assert layer.convolution is not None
+        return attention.convolve(layer.index, rows[0].to(self._dtype), *layer.convolution).to(rows.dtype)[None]
+
     def _rows(self, heads_first: torch.Tensor) -> torch.Tensor:
         """Turn [1, H, T, D] into [T, H, D] in the pool's number format, each vector in one piece."""
         rows = heads_first[0].transpose(0, 1).to(self._dtype)
@@ -106,10 +114,19 @@ def paged_attention(
     Raises:
         ModelTakenOver: there is no step.
     """
+    return current_step().attend(module, query, key, value, attention_mask, arguments), None
+
+
+def current_step() -> PagedStep | RecordingStep:
+    """Return the step that is being computed on this thread.
+
+    Raises:
+        ModelTakenOver: there is none.
+    """
     step = _current_step.get()
     if step is None:
         raise ModelTakenOver(
             "model: an engine has taken it over, so that its attention goes to the engine's KV pool and nowhere else. "
             "Generate with the engine, or load the model once more to call it."
         )
-    return step.attend(module, query, key, value, attention_mask, arguments), None
+    return step

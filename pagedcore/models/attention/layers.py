@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from pagedcore.errors import ModelNotSupported
+from pagedcore.models.attention.convolutions import weight_and_bias
 
 QueryTuning = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -41,6 +42,14 @@ class AttentionCall:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolutionCall:
+    """One call of a layer that convolves rows."""
+
+    module: Any
+    num_channels: int
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """How to send one layer of the model to an attention backend."""
 
@@ -58,13 +67,17 @@ class AttentionLayer:
     softcap: float = 0.0
     query_tuning: QueryTuning | None = None
     """Maps queries [T, H, D] and positions [T] to queries, where a layer scales them by position."""
+    convolution: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Weight and bias of ``ConvolvesRows.convolve`` where a layer convolves its rows instead of attending: it keeps
+    them as values without keys.
+    """
 
 
 class RecordingStep:
     """Records every attention call and returns zeros."""
 
     def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
+        self.calls: list[AttentionCall | ConvolutionCall] = []
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
@@ -76,8 +89,13 @@ class RecordingStep:
         self.calls.append(AttentionCall(module, query, key, value, mask, arguments))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
+    def convolve(self, module: Any, rows: torch.Tensor) -> torch.Tensor:
+        """Record the call; see ``TakesConvolutions``."""
+        self.calls.append(ConvolutionCall(module, rows.shape[-1]))
+        return torch.zeros_like(rows)
 
-def layers_of(calls: list[AttentionCall], config: Any) -> dict[int, AttentionLayer]:
+
+def layers_of(calls: list[AttentionCall | ConvolutionCall], config: Any) -> dict[int, AttentionLayer]:
     """Translate recorded calls; keys are the modules' own numbers.
 
     Raises:
@@ -87,6 +105,14 @@ def layers_of(calls: list[AttentionCall], config: Any) -> dict[int, AttentionLay
     index_of_key: dict[tuple[int, int], int] = {}
     layer_types = getattr(config, "layer_types", None)
     for call in calls:
+        if isinstance(call, ConvolutionCall):
+            # Why its own number: nothing is read by two such layers.
+            index = index_of_key.setdefault((-1, call.module.layer_idx), len(index_of_key))
+            layers[call.module.layer_idx] = AttentionLayer(
+                index, owns_kv=True, num_heads=1, num_kv_heads=1, key_head_size=0, value_head_size=call.num_channels,
+                scale=0.0, convolution=weight_and_bias(call.module),
+            )
+            continue
         _refuse_what_is_not_causal_attention(call)
         number, scale, head_size = call.module.layer_idx, call.arguments.get("scaling"), call.key.shape[3]
         if number in layers:

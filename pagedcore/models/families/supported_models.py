@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import nn
 
 from pagedcore.errors import InvalidConfig, ModelNotSupported
+from pagedcore.models.attention.convolutions import known_convolutions
 from pagedcore.models.attention.interface import ATTENTION_KEY
 from pagedcore.models.linears.shared_embedding import RowsOfProduct
 from pagedcore.models.linears.stored_weight import StoredWeight
@@ -57,7 +58,7 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     _STATE: (
         "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "inkling2_text", "inkling_text",
-        "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
+        "jamba", "kimi_linear", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
         "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text",
         "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
     ),
@@ -70,6 +71,8 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
     _OFFSET: ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
+_CONVOLUTIONS: Final = frozenset({"lfm2", "lfm2_moe", "lfm3"})
+"""Architectures whose layers of type "conv" are those of ``attention/convolutions.py``."""
 _LAYER_TYPES: Final = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 """"attention" is how configurations from before the other names say "full_attention"."""
 _OTHER_INPUTS: Final = ("vision_config", "audio_config", "text_config", "speech_config", "image_config")
@@ -106,7 +109,8 @@ def check_config(config: Mapping[str, Any]) -> None:
 def _check_layer_types(name: str, layer_types: Any) -> None:
     if not isinstance(layer_types, list | tuple | None):
         raise _refusal(name, "its layer_types are no list")
-    if layer_types is not None and (others := sorted({str(kind) for kind in layer_types} - _LAYER_TYPES)):
+    known = _LAYER_TYPES | {"conv"} if name in _CONVOLUTIONS else _LAYER_TYPES
+    if layer_types is not None and (others := sorted({str(kind) for kind in layer_types} - known)):
         raise _refusal(name, f"{_STATE}; its layers of type {', '.join(others)} are not known to be otherwise")
 
 
@@ -116,8 +120,9 @@ def check_modules(model: nn.Module, name: str) -> None:
     """
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise _refusal(name, f"{type(model).__name__} is no {_HEAD}")
+    redirected = set(known_convolutions(model))
     for module in model.modules():
-        if isinstance(module, nn.Conv1d | nn.RNNBase):
+        if isinstance(module, nn.Conv1d | nn.RNNBase) and module not in redirected:
             raise _refusal(name, f"{_STATE} ({type(module).__name__})")
         # Why by type: a subclass of a tensor computes in its own way.
         weight = getattr(module, "weight", None)

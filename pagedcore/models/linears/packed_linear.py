@@ -215,7 +215,8 @@ def _pack(module: Any, factory: LinearFactory) -> PackedLinear | None:
 def holders_of_matrices(model: nn.Module) -> Iterator[nn.Module]:
     """Yield modules with parameters of two dimensions or more that no packed layer, embedding or norm accounts for."""
     for module in model.modules():
-        if not isinstance(module, nn.Embedding | PackedLinear) and not _is_norm(module) and any(
+        # Why not convolutions: those that are not sent to the KV pool are refused before this is asked.
+        if not isinstance(module, nn.Embedding | nn.Conv1d | PackedLinear) and not _is_norm(module) and any(
             # Why: what is called a bias is added.
             parameter.ndim >= 2 and not name.endswith("bias")
             for name, parameter in module.named_parameters(recurse=False)

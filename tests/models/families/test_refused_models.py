@@ -19,12 +19,15 @@ from support.families import tiny_model
 
 NO_INTERFACE = ["falcon", "bloom", "mpt", "gptj", "codegen", "gpt_neo"]
 SILENTLY_WRONG = [
-    "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "lfm2", "mamba", "mamba2", "minimax", "nemotron_h",
+    "bamba", "falcon_h1", "falcon_mamba", "jamba", "kimi_linear", "mamba", "mamba2", "minimax", "nemotron_h",
     "qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "zamba", "zamba2",
 ]
 STATE: dict[str, dict[str, Any]] = {
     "minimax": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8},
-    "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention", "conv"]},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 16, "num_experts": 0,
+        "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
 }
 
 
@@ -55,6 +58,7 @@ def test_models_with_state_are_refused_by_name(name: str) -> None:
     ({"model_type": "llava", "vision_config": {}, "text_config": {}}, "vision_config"),
     ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized"),
     ({"model_type": "new", "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+    ({"model_type": "llama", "layer_types": ["full_attention", "conv"]}, "type conv are not known"),
     ({"model_type": "deepseek_v32"}, "selection of positions"),
     ({"model_type": "blt"}, "patches"),
     ({"model_type": "bart", "is_encoder_decoder": True}, "it is an encoder-decoder"),
@@ -109,10 +113,11 @@ def test_an_unnamed_model_that_ignores_the_interface_is_refused(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(("family", "open_guards", "caught_by"), [
-    ("lfm2", ["_REFUSED"], "conv are not known"),
-    ("lfm2", ["_REFUSED", "_check_layer_types"], "Conv1d"),
-    ("lfm2", ["_REFUSED", "_check_layer_types", "check_modules"], "attention calls were made"),
-    ("lfm2", ["_REFUSED", "_check_layer_types", "check_modules", "check_num_attention_layers"], "self-test failed"),
+    ("qwen3_next", ["_REFUSED"], "linear_attention are not known"),
+    ("qwen3_next", ["_REFUSED", "_check_layer_types"], "Conv1d"),
+    ("qwen3_next", ["_REFUSED", "_check_layer_types", "check_modules"], "attention calls were made"),
+    ("qwen3_next", ["_REFUSED", "_check_layer_types", "check_modules", "check_num_attention_layers"],
+     "self-test failed"),
     ("minimax", ["_REFUSED"], "linear_attention are not known"),
     ("minimax", ["_REFUSED", "_check_layer_types"], "attention calls were made"),
     ("minimax", ["_REFUSED", "_check_layer_types", "check_num_attention_layers"], "self-test failed"),

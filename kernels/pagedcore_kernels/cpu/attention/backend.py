@@ -6,16 +6,19 @@ is in ``attend.py`` and ``write_kv.py``, read them next.
 
 from __future__ import annotations
 
+from math import gcd
+
 import torch
 
-from pagedcore_kernels.checks import check_key_value, check_pool, check_query
+from pagedcore_kernels.checks import check_convolution, check_key_value, check_pool, check_query
 from pagedcore_kernels.cpu.attention import attend, write_kv
 from pagedcore_kernels.cpu.attention.attend_pairs import PairVariant, form_of_attention, pair_attention_kernel
 from pagedcore_kernels.cpu.attention.step_words import StepWords
 from pagedcore_kernels.cpu.attention.variants import TILE, Variant
+from pagedcore_kernels.cpu.recurrence import short_convolution as convolution
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.runtime.recorded_calls import Resize
-from pagedcore_kernels.cpu.simd import LOG2_E
+from pagedcore_kernels.cpu.simd import LANES, LOG2_E
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.interface import RaggedRows
 from pagedcore_kernels.layout import Int8KVLayout, KVLayout
@@ -61,6 +64,8 @@ class NumbaCpuAttention:
         self._words = StepWords()
         self._attend_parameters = ParameterBlock(attend.NUM_ARGUMENTS)
         self._write_parameters = ParameterBlock(write_kv.NUM_ARGUMENTS)
+        self._convolution_parameters = ParameterBlock(convolution.NUM_ARGUMENTS)
+        self._zeros: dict[int, torch.Tensor] = {}
 
     @property
     def layout(self) -> KVLayout | Int8KVLayout:
@@ -195,6 +200,27 @@ class NumbaCpuAttention:
         resize = self._words.sizes_of_attention, queries, query.shape[1], (attend.BLOCK_TABLES, attend.TILE_ROWS)
         self._run(kernel, parameters, tiles[-1] * query.shape[1], resize)
 
+    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """Keep rows [T, C] and convolve; see ``ConvolvesRows``."""
+        plan, shape = self._current_plan(), self._layout.layers[layer]
+        check_convolution(self._layout, layer, rows, weight, bias, plan)
+        channels, taps = shape.value_head_size, len(weight)
+        output = rows.new_empty(rows.shape)
+        output[plan.num_computed :] = 0
+        zeros = self._zeros.setdefault(channels, rows.new_zeros(channels))
+        lanes, tiles = gcd(channels, LANES), self._words.tiles(convolution.TILE_ROWS_AT_ONCE)
+        slots = self._words.slots()
+        self._convolution_parameters.fill(
+            rows.data_ptr(), rows.stride(0) * rows.itemsize, output.data_ptr(), weight.data_ptr(), bias.data_ptr(),
+            zeros.data_ptr(), self._pool.data_ptr(), self._layout.block_bytes, self._layout.value_offset(layer),
+            channels // lanes, slots, *self._words.rows, *tiles,
+        )  # fmt: skip
+        kernel = convolution.short_convolution_kernel(
+            int(self._is_bf16), lanes, taps, self._layout.block_size, shape.padded_value_size * rows.itemsize
+        )
+        self._run(kernel, self._convolution_parameters, tiles[-1])
+        return output
+
     def _attention_kernel(self, layer: int, group: int, form: int | None) -> tuple[int, Kernel]:
         """The kernel for ``group`` query heads per KV head, and how many tokens its work items take.
 
@@ -215,7 +241,7 @@ class NumbaCpuAttention:
             self._kernels[key] = variant.queries, attend.attention_kernel(variant)
         return self._kernels[key]
 
-    def _run(self, kernel: Kernel, parameters: ParameterBlock, num_items: int, resize: Resize) -> None:
+    def _run(self, kernel: Kernel, parameters: ParameterBlock, num_items: int, resize: Resize | None = None) -> None:
         if num_items:
             kernel.run(parameters, num_items, resize)
 

@@ -58,6 +58,10 @@ class StepWords:
             self._of_writes = *kept, len(runs.tokens)
         return self._of_writes
 
+    def slots(self) -> int:
+        """Return the address of the slots of all tokens."""
+        return self._keep("slots", self._known_plan.slots)
+
     def sizes_of_attention(self, shape: StepShape, queries: int, num_heads: int, first: tuple[int, int]) -> Sizes:
         """Say what a call of attention has of the present plan; ``first`` are the words of rows and of tiles."""
         of_rows, of_tiles = first

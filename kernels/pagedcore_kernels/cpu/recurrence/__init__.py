@@ -1,0 +1,1 @@
+"""What a layer keeps of earlier tokens other than keys and values, on the CPU."""
