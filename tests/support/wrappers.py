@@ -25,6 +25,7 @@ _CLIP: dict[str, Any] = {**_VISION, "model_type": "clip_vision_model", "projecti
 _SIGLIP: dict[str, Any] = {**_VISION, "model_type": "siglip_vision_model"}
 _COHERE: dict[str, Any] = {"model_type": "cohere2", "logit_scale": 0.25, "sliding_window": 8,
                            "layer_types": ["sliding_attention", "full_attention"]}
+_CONVOLVING: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
 _IMAGE = {"image_token_id": 190}
 _QWEN_IDS = {**_IMAGE, "video_token_id": 191, "vision_start_token_id": 192, "vision_end_token_id": 193}
 
@@ -57,6 +58,12 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "internvl": {"text_config": {**_TEXT, "model_type": "qwen2"}, **_IMAGE,
                  "vision_config": {**_VISION, "model_type": "internvl_vision", "image_size": [16] * 2,
                                    "patch_size": [8] * 2}},
+    "lfm2_vl": {"text_config": {**_TEXT, **_CONVOLVING, "model_type": "lfm2", "block_auto_adjust_ff_dim": False},
+                "vision_config": {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 4},
+                "projector_hidden_size": 32, **_IMAGE},
+    "lfm3_vl": {"text_config": {**_TEXT, **_CONVOLVING, "model_type": "lfm3"}, **_QWEN_IDS, "projector_hidden_size": 32,
+                "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+                                  "num_attention_heads": 2, "num_key_value_heads": 2}},
     "llama4": {"text_config": {**_TEXT, **_HEAD, "num_local_experts": 4, "num_experts_per_tok": 1,
                                "intermediate_size_mlp": 96, "attention_chunk_size": 8, "no_rope_layers": [1, 0],
                                "interleave_moe_layer_step": 2},

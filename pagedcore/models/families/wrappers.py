@@ -30,6 +30,8 @@ _TEXT_MODELS: Final[Mapping[str, Mapping[str, str]]] = {
     "got_ocr2": {"qwen2": "qwen2"},
     "glm4v": {"glm4v_text": "glm4"},
     "glm4v_moe": {"glm4v_moe_text": "glm4_moe"},
+    "lfm2_vl": {"lfm2": "lfm2", "lfm2_moe": "lfm2_moe"},
+    "lfm3_vl": {"lfm3": "lfm3"},
     "llama4": {"llama4_text": "llama4_text"},
     "mllama": {"mllama_text_model": "llama"},
     "mllama_text_model": {"mllama_text_model": "llama"},
