@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -30,26 +30,6 @@ _PAUSE_S: Final = 0.0002
 _LOOKS: Final = 250
 
 
-class Ticket(Protocol):
-    """Copies that were started; a ``torch.cuda.Event`` is one."""
-
-    def query(self) -> bool:
-        """Whether they have ended."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until they have."""
-        ...
-
-
-class Copies(Protocol):
-    """One queue of copies beside the computation."""
-
-    def start(self, copy: Callable[[], None]) -> Ticket:
-        """Begin what ``copy`` does, after everything that was computed before this call and was started here."""
-        ...
-
-
 class CudaCopies:
     """A CUDA stream for copies."""
 
@@ -57,12 +37,12 @@ class CudaCopies:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def start(self, copy: Callable[[], None]) -> Ticket:
-        """Queue the copies behind the work that is on the present stream; see ``Copies``."""
+    def start(self, copy: Callable[[], None]) -> torch.cuda.Event:
+        """Queue what ``copy`` does behind the work that is on the present stream, and return its end."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy()
-        event: Ticket = self._stream.record_event()
+        event: torch.cuda.Event = self._stream.record_event()
         return event
 
 
@@ -73,30 +53,21 @@ class CudaKVPool(KVPool):
     Invariant: host memory stays pinned until the last copy that was started has ended.
     """
 
-    def __init__(
-        self, layout: BlockLayout, num_blocks: int, device: torch.device, *, outgoing: Copies, incoming: Copies,
-        pin: Callable[[torch.Tensor], Unpin],
-    ) -> None:
-        """Allocate the pool; see ``KVPool``.
-
-        Args:
-            outgoing: carries blocks to the host; another queue than ``incoming``, because a bus has two directions.
-            incoming: carries blocks from the host.
-            pin: pins a tensor's memory for the GPU and returns what unpins it.
-        """
+    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device) -> None:
+        """Allocate the pool; see ``KVPool``."""
         super().__init__(layout, num_blocks, device)
-        if device.type == "cuda":
-            # Why: a step may come under another stream, and write to the pool before this one has cleared it.
-            torch.cuda.current_stream(device).synchronize()
-        self._outgoing, self._incoming, self._pin = outgoing, incoming, pin
-        self._in_flight: list[tuple[int, Ticket]] = []
+        # Why: a step may come under another stream, and write to the pool before this one has cleared it.
+        torch.cuda.current_stream(device).synchronize()
+        # Why two: a bus has two directions.
+        self._outgoing, self._incoming = CudaCopies(device), CudaCopies(device)
+        self._in_flight: list[tuple[int, torch.cuda.Event]] = []
         self._end_pinning: Callable[[], object] | None = None
 
     def allocate_host(self, num_blocks: int) -> None:
         """Make room for so many blocks in pinned host memory; see ``KVPool``."""
         super().allocate_host(num_blocks)
         slab = self._require_host()
-        self._end_pinning = weakref.finalize(self, _unpin, self._pin(slab), self._in_flight, slab)
+        self._end_pinning = weakref.finalize(self, _unpin, _pin(slab), self._in_flight, slab)
 
     def close(self) -> None:
         """Wait for the copies in flight, then free all memory; see ``KVPool``."""
@@ -120,9 +91,9 @@ class CudaKVPool(KVPool):
         return ended
 
     def _take_ended(self) -> list[tuple[int, bool]]:
-        # Why: each ticket is queried once; one that ends between two queries would be lost.
-        states = [(transfer_id, ticket, ticket.query()) for transfer_id, ticket in self._in_flight]
-        self._in_flight[:] = [(transfer_id, ticket) for transfer_id, ticket, is_done in states if not is_done]
+        # Why: each event is queried once; one that is reached between two queries would be lost.
+        states = [(transfer_id, end, end.query()) for transfer_id, end in self._in_flight]  # type: ignore[no-untyped-call]
+        self._in_flight[:] = [(transfer_id, end) for transfer_id, end, is_done in states if not is_done]
         return [(transfer_id, True) for transfer_id, _, is_done in states if is_done]
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
@@ -152,17 +123,17 @@ def _runs(pairs: BlockPairs) -> Iterator[tuple[int, int, int]]:
         yield *first, 1 + len(others)
 
 
-def _unpin(unpin: Unpin, in_flight: list[tuple[int, Ticket]], slab: torch.Tensor) -> None:
+def _unpin(unpin: Unpin, in_flight: list[tuple[int, torch.cuda.Event]], slab: torch.Tensor) -> None:
     """Unpin a slab whose pool is gone; the argument keeps the slab's memory until then."""
-    for _, ticket in in_flight:
+    for _, end in in_flight:
         # Why: a GPU that has failed copies nothing any more.
         with suppress(RuntimeError):
-            ticket.synchronize()
+            end.synchronize()
     in_flight.clear()
     unpin()
 
 
-def pin(slab: torch.Tensor) -> Unpin:
+def _pin(slab: torch.Tensor) -> Unpin:
     """Pin memory that is there already: torch's own pinned memory is rounded up to a power of two.
 
     Raises:

@@ -14,7 +14,7 @@ import torch
 
 from pagedcore.errors import DeviceUnavailable
 from pagedcore.execution.cuda_graphs import CudaGraphs
-from pagedcore.execution.cuda_kv_pool import CudaCopies, CudaKVPool, pin
+from pagedcore.execution.cuda_kv_pool import CudaKVPool
 from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.machine import free_memory_bytes
 
@@ -111,8 +111,6 @@ def _cuda_device(name: str) -> Device:
     device = torch.device("cuda", index)
     return Device(
         "cuda", device, "numba-cuda", "bfloat16", lambda: int(torch.cuda.mem_get_info(device)[0]),
-        lambda layout, num_blocks: CudaKVPool(
-            layout, num_blocks, device, outgoing=CudaCopies(device), incoming=CudaCopies(device), pin=pin
-        ),
+        lambda layout, num_blocks: CudaKVPool(layout, num_blocks, device),
         torch.cuda.get_device_name(device), CudaGraphs(device),
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +15,9 @@ from pagedcore.errors import PagedcoreError
 from pagedcore.models.decoders.fused import best_decoder
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
-from support.device_stand_in import StandInBackends, use_stand_in
 from support.families import FAMILIES, tiny_model
+from virtual_gpu.backends import shipped_kernels
+from virtual_gpu.torch_cuda import virtual_gpus
 
 PAGE = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
 KINDS = re.findall(r"^\| (?:dense decoders|mixtures of experts)\b([^|]*)\| (made|none)", PAGE, flags=re.MULTILINE)
@@ -58,14 +57,12 @@ def engine() -> Iterator[Engine]:
 
 @pytest.mark.parametrize(("what", "call", "message"), NOT_YET, ids=[what for what, _, _ in NOT_YET])
 def test_what_is_not_there_yet_is_refused_as_the_page_says(
-    what: str, call: str, message: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+    what: str, call: str, message: str, engine: Engine
 ) -> None:
     """Each call of the page raises a typed error with the page's words: nothing that is asked for is ignored."""
-    use_stand_in(monkeypatch)
-    on_stand_in = SimpleNamespace(from_pretrained=partial(Engine.from_pretrained, plugins=[StandInBackends()]))
     models = {name: make() for name, make in MODELS.items() if name in call}
-    with pytest.raises(PagedcoreError, match=re.escape(message)):
-        eval(call, {"Engine": on_stand_in, "engine": engine, **models})
+    with virtual_gpus() as gpus, shipped_kernels(gpus), pytest.raises(PagedcoreError, match=re.escape(message)):
+        eval(call, {"Engine": Engine, "engine": engine, **models})
 
 
 def test_no_row_of_what_is_not_there_yet_is_left_out() -> None:

@@ -16,10 +16,11 @@ from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.layout import Int8KVLayout
 from pagedcore_kernels.reference import ReferenceAttention
-from support.device_stand_in import StandInBackends, use_stand_in
 from support.doubles import ToyBackend
 from support.families import VOCAB, tiny_model
 from support.generate_oracle import make_prompts
+from virtual_gpu.backends import VirtualBackends
+from virtual_gpu.torch_cuda import virtual_gpus
 
 INT8: dict[str, Any] = {"kv_cache_dtype": "int8"}
 
@@ -125,10 +126,11 @@ def test_int8_kv_is_refused_where_nothing_stores_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("pagedcore.models.checkpoints.pretrained.load_pretrained",
                         lambda *_, **__: pytest.fail("was loaded"))
     monkeypatch.delattr("pagedcore_kernels.reference.ReferenceAttention.int8_layout_type")
-    use_stand_in(monkeypatch)
-    for settings in ({"attention_backend": "reference"}, {"device": "cuda"}):
-        with pytest.raises(InvalidConfig, match=r"kv_cache_dtype: got 'int8', .*'auto'.*attention_backend='numba-cpu'"):
-            build_components("demo", plugins=[StandInBackends()], **INT8, **settings)
+    for settings in ({"attention_backend": "reference"}, {"device": "cuda", "attention_backend": "queued"}):
+        with virtual_gpus(), pytest.raises(
+            InvalidConfig, match=r"kv_cache_dtype: got 'int8', .*'auto'.*attention_backend='numba-cpu'"
+        ):
+            build_components("demo", plugins=[VirtualBackends()], **INT8, **settings)
 
 
 def test_prompts_of_numbers_that_are_none_end_their_own_requests_only() -> None:

@@ -20,10 +20,11 @@ from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.outputs import RequestOutput
 from pagedcore.sampling_params import SamplingParams
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
-from support.device_stand_in import Repeats, StandInBackends, use_stand_in
 from support.doubles import ToyBackend
 from support.families import VOCAB, tiny_model
 from support.recordings import dumped, ring_of, run_all, toy_engine
+from virtual_gpu.backends import on_gpu
+from virtual_gpu.torch_cuda import virtual_gpus
 
 BORDER, NUM_TOKENS = 24, 20
 #: The completions of the first are short, those of the others pass the border, begin at it, or lie behind it.
@@ -211,13 +212,11 @@ def test_recordings_tell_long_from_short(
     assert found.num_steps > 4
 
 
-def test_recorded_steps_have_rows_of_both_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_steps_have_rows_of_both_kinds() -> None:
     """On a GPU, where decode steps are recorded, the angles of a row belong to the step and not to its recording."""
-    graphs, model = Repeats(), model_of("phi3")
-    use_stand_in(monkeypatch, graphs)
+    model = model_of("phi3")
     tokens = [generated(model, prompt) for prompt in prompts()[1:5]]
-    settings: dict[str, Any] = {**SMALL, "plugins": [StandInBackends()], "attention_backend": "framed"}
-    with Engine.from_pretrained(model, device="cuda", **settings) as engine:
+    with virtual_gpus() as gpus, on_gpu(model, **SMALL, max_num_batched_tokens=512, max_num_seqs=32) as engine:
         outputs = engine.generate(prompts()[1:5], GREEDY)
     assert [list(one.outputs[0].token_ids) for one in outputs] == tokens
-    assert graphs.num_repeated > 3 * graphs.num_recorded > 0
+    assert gpus.counts["graph launches"] > 3 * gpus.counts["graphs recorded"] > 0

@@ -29,10 +29,10 @@ from pagedcore.tokenizer.tokenizer import HFTokenizer
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.layout import KVLayout, TokenMajorLayout
 from pagedcore_kernels.reference import ReferenceAttention
-from support.device_stand_in import TokenMajorReference
 from support.doubles import ToyBackend
 from support.engine_builders import make_engine
 from support.families import tiny_model
+from virtual_gpu.backends import QueuedReference
 
 OF_BACKENDS = (MovesKVBlocks, HostsKVPool, HasFingerprint, DescribesItself, UsesTorchThreads, NamesVariablePart,
                DecodesGreedily)
@@ -122,7 +122,7 @@ def test_a_backend_without_abilities_runs() -> None:
 
 def test_an_attention_factory_may_say_what_it_needs() -> None:
     """A class that says it gets its own layout; a plain function gets what every backend of the CPU can do with."""
-    assert requirements_of(TokenMajorReference).layout_type is TokenMajorLayout
+    assert requirements_of(QueuedReference).layout_type is TokenMajorLayout
     plain = requirements_of(lambda layout, pool: ReferenceAttention(layout, pool))
     assert (plain.devices, plain.layout_type, plain.preferred_block_size(None)) == (("cpu",), KVLayout, 16)  # type: ignore[arg-type]
 

@@ -14,9 +14,10 @@ from pagedcore.errors import InvalidConfig
 from pagedcore.models.fingerprint import kv_format
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.plugins.registry import Registry
-from support import device_stand_in
 from support.doubles import ToyBackend, toy_answer
 from support.families import tiny_model
+from virtual_gpu.backends import shipped_kernels
+from virtual_gpu.torch_cuda import virtual_gpus
 
 ASKED: list[tuple[Any, EngineConfig]] = []
 SMALL: dict[str, Any] = {"num_kv_blocks": 16, "block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 32}
@@ -100,12 +101,10 @@ def test_a_model_backend_is_chosen_by_name(model: Any) -> None:
     ({"linear_backend": "nothing"}, "linear_backend: 'nothing' does not have the members of LinearFactory"),
     ({"linear_backend": "counted", "device": "cuda"}, "linear_backend: got 'counted', allowed on cuda is 'auto'"),
 ], ids=["unknown-model", "no-model", "empty", "unknown-linear", "no-linear", "on-a-gpu"])
-def test_wrong_names_are_refused(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str) -> None:
+def test_wrong_names_are_refused(settings: dict[str, Any], message: str) -> None:
     """A name that is not there, and a thing that is no backend, end in an error that says what is allowed."""
-    device_stand_in.use_stand_in(monkeypatch)
-    plugins = [ThirdParty(), device_stand_in.StandInBackends()]
-    with pytest.raises(InvalidConfig, match=message):
-        Engine.from_pretrained("demo", plugins=plugins, **settings)
+    with virtual_gpus() as gpus, shipped_kernels(gpus), pytest.raises(InvalidConfig, match=message):
+        Engine.from_pretrained("demo", plugins=[ThirdParty()], **settings)
 
 
 @pytest.mark.parametrize(("family", "num_made"), [("llama", 13), ("gpt2", 13), ("stablelm", 22)])

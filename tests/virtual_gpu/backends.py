@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import torch
 
-from kernels.cuda.simulated_driver import compiled
 from pagedcore.engine.engine import Engine
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.protocols import RaggedRows
@@ -109,6 +108,8 @@ class VirtualBackends:
 @contextmanager
 def shipped_kernels(machine: Machine, version: int = 13000) -> Iterator[DriverApi]:
     """Let the CUDA backend's own driver launch on a machine; a kernel's image is its PTX."""
+    from kernels.cuda.simulated_driver import compiled
+
     api = DriverApi(machine, version)
 
     def find(library: KernelLibrary, name: str, arch: str) -> KernelImage:

@@ -60,6 +60,10 @@ class DeviceTensor(torch.Tensor):
     def __array__(self, *_: Any) -> Any:
         return self.numpy()
 
+    def __getitem__(self, key: Any) -> Any:
+        # Why: C++ makes a tensor of a list by copying a wrapper without what it wraps.
+        return super().__getitem__(torch.tensor(key) if isinstance(key, list) else key)
+
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
@@ -338,7 +342,7 @@ def to_copy(
     if target.type == "cpu":
         if dtype != self.dtype:
             self = queued(aten._to_copy.default, (self,), {"dtype": dtype}, self.index)
-        is_dense = self.inner.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense(self.inner)
+        is_dense = self.inner.is_contiguous() or torch._prims_common.is_non_overlapping_and_dense_or_false(self.inner)
         with torch.inference_mode(False):
             out = torch.empty_strided(self.size(), self.stride(), dtype=dtype) if is_dense else torch.empty(
                 self.size(), dtype=dtype)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from pagedcore.execution.cuda_graphs import CudaGraphs
 from pagedcore.execution.ragged_batch import RaggedBatch, assemble
 from pagedcore.models.decoders.graphed import MOST_ROWS, GraphedSteps
-from support.device_stand_in import Repeats
+from virtual_gpu.machine import Machine
+from virtual_gpu.torch_cuda import virtual_gpus
 
 WIDTH = 5
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def gpus() -> Iterator[Machine]:
+    """What records, and counts what it has recorded and launched."""
+    with virtual_gpus() as machine:
+        yield machine
 
 
 class Frames:
@@ -38,7 +49,7 @@ class Frames:
 
 def decoder(step: Any, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Logits that say which token stands where."""
-    return (token_ids * 1000 + positions)[rows, None] * torch.ones(1, 3)
+    return (token_ids * 1000 + positions)[rows, None] * torch.ones(1, 3, device=GPU)
 
 
 def decode(*positions: int, counts: list[int] | None = None) -> RaggedBatch:
@@ -50,27 +61,27 @@ def decode(*positions: int, counts: list[int] | None = None) -> RaggedBatch:
                     block_size=WIDTH)
 
 
-def make() -> tuple[GraphedSteps, Frames, Repeats]:
-    attention, graphs = Frames(), Repeats()
-    return GraphedSteps(decoder, attention, {}, torch.float32, torch.device("cpu"), graphs), attention, graphs
+def make(**more: Any) -> tuple[GraphedSteps, Frames]:
+    attention = Frames()
+    return GraphedSteps(decoder, attention, {}, torch.float32, GPU, CudaGraphs(GPU), **more), attention
 
 
-def test_steps_of_one_size_are_one_recording() -> None:
+def test_steps_of_one_size_are_one_recording(gpus: Machine) -> None:
     """Three rows and four are both steps of four, each with its own numbers; a wider table and five rows are others."""
-    steps, attention, graphs = make()
+    steps, attention = make()
     for positions in [(3, 9, 4), (3, 9, 4), (1, 2, 3, 70), (12, 2, 3), (5,) * 5, (100, 3, 2, 1), (0,), (6,)]:
         batch = decode(*positions)
         found = steps.run(batch)
         assert found is not None
         assert found.tolist() == [[(7 + row) * 1000.0 + at] * 3 for row, at in enumerate(positions)]
-    assert graphs.num_recorded == 4
-    assert graphs.num_repeated == 8
+    assert gpus.counts["graphs recorded"] == 4
+    assert gpus.counts["graph launches"] == 8
     assert [frame for frame, _ in attention.planned] == [1, 1, 1, 1, 2, 3, 4, 4]
 
 
 def test_padding_is_no_row() -> None:
     """What is added has no token, no slot and no block, so that nothing is written and nothing read for it."""
-    steps, attention, _ = make()
+    steps, attention = make()
     steps.run(decode(3, 9, 4))
     ((_, batch),) = attention.planned
     assert batch.block_tables.shape == (4, 16)
@@ -82,7 +93,7 @@ def test_padding_is_no_row() -> None:
 
 def test_long_rows_stand_elsewhere() -> None:
     """Rows of both kinds are one recording: what the decoder is told is their places."""
-    steps = GraphedSteps(decoder, Frames(), {}, torch.float32, torch.device("cpu"), Repeats(), num_short_tokens=100)
+    steps, _ = make(num_short_tokens=100)
     for is_long in ((False, True, True), (True, False, False)):
         batch = dataclasses.replace(decode(3, 9, 4), is_long=np.array(is_long))
         found = steps.run(batch)
@@ -96,29 +107,29 @@ def test_long_rows_stand_elsewhere() -> None:
 ])
 def test_other_steps_are_computed_as_usual(batch: RaggedBatch) -> None:
     """A step with a prompt, without a token of some row, or with too many rows, is not recorded."""
-    steps, attention, _ = make()
+    steps, attention = make()
     assert steps.run(batch) is None
     assert attention.planned == []
 
 
-def test_nothing_is_recorded_before_a_step_was_computed() -> None:
+def test_nothing_is_recorded_before_a_step_was_computed(gpus: Machine) -> None:
     """An attention backend that does not know the layers yet has no frame; it is asked again."""
-    steps, attention, graphs = make()
+    steps, attention = make()
     attention.has_frames = False
     assert steps.run(decode(1)) is None
     attention.has_frames = True
     assert steps.run(decode(1)) is not None
-    assert graphs.num_recorded == 1
+    assert gpus.counts["graphs recorded"] == 1
 
 
-def test_what_moved_is_recorded_anew() -> None:
+def test_what_moved_is_recorded_anew(gpus: Machine) -> None:
     """When memory that launches were told of has grown elsewhere, the recording is void."""
-    steps, attention, graphs = make()
+    steps, attention = make()
     steps.run(decode(1, 2))
     attention.place = 1
     steps.run(decode(1, 2))
     steps.run(decode(1, 2))
-    assert graphs.num_recorded == 2
+    assert gpus.counts["graphs recorded"] == 2
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
@@ -127,10 +138,11 @@ def test_what_cannot_be_recorded_is_tried_once(
 ) -> None:
     """A model that waits for the device, or whose recording computes something else, says so once, and its steps are
     right all the same."""
-    steps, _, graphs = make()
-    graphs.fails = not is_wrong
+    steps, _ = make()
     if is_wrong:
-        monkeypatch.setattr(graphs, "record", lambda compute: (lambda: None, compute() + 1))
+        monkeypatch.setattr(CudaGraphs, "record", lambda self, compute: (lambda: None, compute() + 1))
+    else:
+        monkeypatch.setattr(steps, "_decoder", lambda *step: decoder(*step).cpu().to(GPU))
     with caplog.at_level(logging.WARNING, logger="pagedcore"):
         found = steps.run(decode(3, 4))
         assert found is not None
@@ -138,22 +150,22 @@ def test_what_cannot_be_recorded_is_tried_once(
         assert steps.run(decode(3, 4)) is None
     (line,) = [one.getMessage() for one in caplog.records]
     assert ("other logits" if is_wrong else "stream is capturing") in line
-    assert "more" not in line
+    assert "\n" not in line
 
 
-def test_a_recording_that_was_interrupted_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recording_that_was_interrupted_is_made_again(monkeypatch: pytest.MonkeyPatch, gpus: Machine) -> None:
     """Ctrl-C before the first step was compared leaves no recording that nobody has compared."""
-    steps, _, graphs = make()
+    steps, _ = make()
 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(graphs, "record", lambda compute: (interrupted, compute() + 1))
+        patch.setattr(CudaGraphs, "record", lambda self, compute: (interrupted, compute() + 1))
         with pytest.raises(KeyboardInterrupt):
             steps.run(decode(3, 4))
     for _ in range(2):
         found = steps.run(decode(3, 4))
         assert found is not None
         assert found[:, 0].tolist() == [7003.0, 8004.0]
-    assert (graphs.num_recorded, graphs.num_repeated) == (1, 2)
+    assert (gpus.counts["graphs recorded"], gpus.counts["graph launches"]) == (1, 2)
