@@ -12,7 +12,10 @@ import torch
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, ModelNotSupported
+from pagedcore.protocols import MonotonicClock
+from pagedcore.requests.observers import EngineObserver
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from support.engine_builders import assert_all_free, run
@@ -20,6 +23,7 @@ from support.families import FAMILIES, tiny_model
 from support.generate_oracle import NUM_TOKENS, generate_alone, make_prompts
 from virtual_gpu.backends import on_gpu, shipped_kernels
 from virtual_gpu.machine import Event, Machine, Stream
+from virtual_gpu.torch_cuda import virtual_gpus
 
 REPRESENTATIVES = ("llama", "gemma2", "llama4_text")
 CPU_ONLY = ("lfm2", "lfm2_moe", "lfm3")
@@ -204,13 +208,33 @@ def test_a_gpu_that_has_failed_ends_its_engine(gpus: Machine) -> None:
     engine.close()
 
 
-def test_a_step_ends_when_its_work_does(gpus: Machine) -> None:
-    """What a step is said to take is what it took: nothing of it is queued when it returns, not even of a chunk."""
-    with on_gpu(tiny_model("llama")) as engine:
-        request = engine.add_request(make_prompts()[1], greedy(max_tokens=4))
-        while engine.has_pending_requests():
-            before = gpus.now
-            engine.step()
-            assert gpus.now > before
-            assert gpus.default_stream(0).done == gpus.default_stream(0).put
-        assert len(request.output().outputs[0].token_ids) == 4
+class StepTimes(EngineObserver):
+    """The seconds that each step is said to have taken."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def step_timed(self, plan: SchedulePlan, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+def test_a_step_takes_what_its_work_takes() -> None:
+    """What policies, quotes and promises learn of a step is the time until a GPU, whose operations take thousands of
+    times longer than to queue them, has done its work: of a chunk, of which nothing is read, and of a recorded step."""
+    times, expected = StepTimes(), []
+    with virtual_gpus(Machine(device_seconds=lambda name: 1e-3, host_seconds=1e-6)) as gpus:
+        with patch.object(MonotonicClock, "now", lambda clock: gpus.now), on_gpu(tiny_model("llama")) as engine:
+            engine.add_observer(times)
+            engine.add_request(make_prompts()[1], greedy(max_tokens=6))
+            while engine.has_pending_requests():
+                around = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                around[0].record()
+                engine.step()
+                assert all(stream.done == stream.put for stream in gpus.streams)
+                around[1].record()
+                torch.cuda.synchronize()
+                expected.append(around[0].elapsed_time(around[1]) / 1e3)
+        assert gpus.counts["graph launches"] > 2
+    assert len(expected) > 7
+    assert times.seconds == pytest.approx(expected, rel=0.02)
+    assert min(expected) > 0.05
