@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from pagedcore.errors import InvalidConfig
+from pagedcore.execution.cuda_streams import EngineStream
 from pagedcore.execution.kv_pool import BlockPairs, KVPool
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class CudaCopies:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def start(self, copy: Callable[[], None]) -> torch.cuda.Event:
-        """Queue what ``copy`` does behind the work that is on the present stream, and return its end."""
+        """Queue what ``copy`` does behind the work that is on the current stream, and return its end."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copy()
@@ -53,13 +54,12 @@ class CudaKVPool(KVPool):
     Invariant: host memory stays pinned until the last copy that was started has ended.
     """
 
-    def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device) -> None:
-        """Allocate the pool; see ``KVPool``."""
-        super().__init__(layout, num_blocks, device)
-        # Why: a step may come under another stream, and write to the pool before this one has cleared it.
-        torch.cuda.current_stream(device).synchronize()
+    def __init__(self, layout: BlockLayout, num_blocks: int, stream: EngineStream) -> None:
+        """Allocate the pool, on the stream that computes with it; see ``KVPool``."""
+        with stream.current():
+            super().__init__(layout, num_blocks, stream.device)
         # Why two: a bus has two directions.
-        self._outgoing, self._incoming = CudaCopies(device), CudaCopies(device)
+        self._stream, self._outgoing, self._incoming = stream, CudaCopies(stream.device), CudaCopies(stream.device)
         self._in_flight: list[tuple[int, torch.cuda.Event]] = []
         self._end_pinning: Callable[[], object] | None = None
 
@@ -77,8 +77,9 @@ class CudaKVPool(KVPool):
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
         """Copy device blocks (source, destination); the device does so when it gets there."""
-        for here, there in pairs:
-            self.pool[there].copy_(self.pool[here])
+        with self._stream.current():
+            for here, there in pairs:
+                self.pool[there].copy_(self.pool[here])
 
     def poll_transfers(self, *, wait: bool) -> list[tuple[int, bool]]:
         """Return what has ended since the last call; with ``wait``, look again for a twentieth of a second."""
@@ -98,11 +99,13 @@ class CudaKVPool(KVPool):
 
     def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Return the bytes of device blocks, shape [N, block_bytes]; waits for the GPU."""
-        contents: npt.NDArray[np.uint8] = self.pool[list(block_ids)].cpu().numpy()
+        with self._stream.current():
+            contents: npt.NDArray[np.uint8] = self.pool[list(block_ids)].cpu().numpy()
         return contents
 
     def _write_block(self, block_id: int, contents: npt.NDArray[np.uint8]) -> None:
-        self.pool[block_id].copy_(torch.from_numpy(contents.copy()))
+        with self._stream.current():
+            self.pool[block_id].copy_(torch.from_numpy(contents.copy()))
 
     def _start(self, transfer_id: int, source: torch.Tensor, destination: torch.Tensor, pairs: BlockPairs) -> None:
         copies = self._outgoing if source is self.pool else self._incoming
@@ -112,7 +115,8 @@ class CudaKVPool(KVPool):
             for here, there, count in runs:
                 destination[there : there + count].copy_(source[here : here + count], non_blocking=True)
 
-        self._in_flight.append((transfer_id, copies.start(copy)))
+        with self._stream.current():
+            self._in_flight.append((transfer_id, copies.start(copy)))
 
 
 def _runs(pairs: BlockPairs) -> Iterator[tuple[int, int, int]]:

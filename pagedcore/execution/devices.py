@@ -7,6 +7,7 @@ it is asked for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,6 +16,7 @@ import torch
 from pagedcore.errors import DeviceUnavailable
 from pagedcore.execution.cuda_graphs import CudaGraphs
 from pagedcore.execution.cuda_kv_pool import CudaKVPool
+from pagedcore.execution.cuda_streams import EngineStream
 from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.machine import free_memory_bytes
 
@@ -41,6 +43,12 @@ class Device:
     gpu_name: str = ""
     graphs: CudaGraphs | None = None
     """What records launches there."""
+    stream: EngineStream | None = None
+    """What one engine's launches are ordered on there."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Let what a block computes go to the engine's own stream, in order with the caller's."""
+        return nullcontext() if self.stream is None else self.stream.current()
 
     def take(self, model: Any) -> Any:
         """Return a model of transformers with all its weights there."""
@@ -81,7 +89,7 @@ CPU: Final = Device("cpu", torch.device("cpu"), "numba-cpu", "auto", free_memory
 
 
 def find_device(name: str) -> Device:
-    """Return the device that ``EngineConfig.device`` names.
+    """Return the device that ``EngineConfig.device`` names, for one engine.
 
     Raises:
         DeviceUnavailable: it is not here; the message says what is missing.
@@ -109,8 +117,9 @@ def _cuda_device(name: str) -> Device:
     if index >= count:
         raise DeviceUnavailable(f"device: got {name!r}, allowed is cuda:0 to cuda:{count - 1}, the GPUs there are.")
     device = torch.device("cuda", index)
+    stream = EngineStream(device)
     return Device(
         "cuda", device, "numba-cuda", "bfloat16", lambda: int(torch.cuda.mem_get_info(device)[0]),
-        lambda layout, num_blocks: CudaKVPool(layout, num_blocks, device),
-        torch.cuda.get_device_name(device), CudaGraphs(device),
+        lambda layout, num_blocks: CudaKVPool(layout, num_blocks, stream),
+        torch.cuda.get_device_name(device), CudaGraphs(device), stream,
     )

@@ -140,7 +140,7 @@ class TransformersModel:
         if self._scheme or is_decoded_late:
             linears = StoredLinears(linears)
         factory = decoder_factory or (partial(best_decoder, linears=linears) if device.kind == "cpu" else PlainDecoder)
-        with torch.inference_mode():
+        with torch.inference_mode(), device.computing():
             # Why: to compare logits with those of the weights in files takes a second for each gigabyte, and products
             # were compared with their weights one by one. Quantised ones do not compute what those weights would.
             is_known = isinstance(model, ForCausalLM) and linears is FASTEST and decoder_factory is None
@@ -174,8 +174,9 @@ class TransformersModel:
                 "model: another engine uses this backend and has its KV pool already. Close that engine, or load the "
                 "model once more."
             )
-        self.cache_store = self._device.new_storage(self.layout(block_size), num_blocks)
-        attention = self._attention = self._attention_factory(self.cache_store.layout, self.cache_store.pool)
+        with self._device.computing():
+            self.cache_store = self._device.new_storage(self.layout(block_size), num_blocks)
+            attention = self._attention = self._attention_factory(self.cache_store.layout, self.cache_store.pool)
         if self._device.graphs is not None and isinstance(attention, RecordsLaunches):
             self._graphed = GraphedSteps(
                 self._decoder, attention, self.layers, self.dtype, self._device.torch_device, self._device.graphs,
@@ -206,9 +207,10 @@ class TransformersModel:
             ModelTakenOver: the weights were changed.
         """
         attention = self._ready_attention()
-        if self._graphed is not None and (logits := self._graphed.run(batch)) is not None:
-            return self._fetch(logits)
-        return self._compute(attention, batch)
+        with self._device.computing():
+            if self._graphed is not None and (logits := self._graphed.run(batch)) is not None:
+                return self._fetch(logits)
+            return self._compute(attention, batch)
 
     @property
     def decodes_greedily(self) -> bool:
@@ -237,13 +239,14 @@ class TransformersModel:
         """
         attention, decoder, send = self._ready_attention(), self._decoder, self._device.send
         assert isinstance(decoder, HiddenDecoder)  # Invariant: ``hidden_size`` was asked
-        # Why twice: no product runs over one row.
-        wanted = send(np.repeat(hidden_rows, 2) if len(hidden_rows) == 1 else hidden_rows)
-        arguments = self._arguments(attention, batch)
-        with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
-            logits, hidden = decoder.with_hidden(*arguments, wanted)
-        fetched = self._device.fetch(hidden[: len(hidden_rows)].float().contiguous())
-        return self._fetch(logits[: len(batch.logits_rows)]), fetched.numpy()
+        with self._device.computing():
+            # Why twice: no product runs over one row.
+            wanted = send(np.repeat(hidden_rows, 2) if len(hidden_rows) == 1 else hidden_rows)
+            arguments = self._arguments(attention, batch)
+            with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
+                logits, hidden = decoder.with_hidden(*arguments, wanted)
+            fetched = self._device.fetch(hidden[: len(hidden_rows)].float().contiguous())
+            return self._fetch(logits[: len(batch.logits_rows)]), fetched.numpy()
 
     def _ready_attention(self) -> AttentionBackend:
         if self._attention is None:

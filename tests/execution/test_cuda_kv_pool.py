@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from pagedcore.errors import InternalError
 from pagedcore.execution.cuda_kv_pool import CudaKVPool, _runs
+from pagedcore.execution.cuda_streams import EngineStream
 from pagedcore_kernels.layout import LayerShape, TokenMajorLayout
 from virtual_gpu.machine import Event, Machine
 from virtual_gpu.torch_cuda import virtual_gpus
@@ -28,7 +30,7 @@ def gpus() -> Iterator[Machine]:
 
 def filled(num_blocks: int) -> CudaKVPool:
     """A storage whose block i is full of i, with as much host memory."""
-    storage = CudaKVPool(LAYOUT, num_blocks, torch.device("cuda", 0))
+    storage = CudaKVPool(LAYOUT, num_blocks, EngineStream(torch.device("cuda", 0)))
     storage.allocate_host(num_blocks)
     storage.pool.copy_(torch.arange(num_blocks, dtype=torch.uint8)[:, None].expand_as(storage.pool))
     return storage
@@ -68,6 +70,23 @@ def test_a_wait_ends_without_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None
     assert storage.poll_transfers(wait=False) == [(4, True)]
 
 
+@pytest.mark.parametrize("is_broken_off", [False, True])
+def test_a_pool_computes_in_order_with_its_callers_stream(is_broken_off: bool) -> None:
+    """What the caller's stream was given before is copied, and what it is given afterwards sees the copies; whatever
+    breaks a call off."""
+    storage, side = filled(4), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side):
+        storage.pool[1].fill_(77)
+        with pytest.raises(IndexError) if is_broken_off else nullcontext():
+            storage.copy_blocks([(1, 2), (1, 4 if is_broken_off else 3)])
+        assert storage.pool[2].tolist() == [77] * LAYOUT.block_bytes
+        storage.pool[2].fill_(88)
+        storage.start_swap_out(0, [(2, 0)])
+        assert torch.cuda.current_stream() == side
+    assert storage.poll_transfers(wait=True) == [(0, True)]
+    assert storage.read_host_blocks([0])[0, 0] == 88
+
+
 def test_blocks_are_read_and_written_whole() -> None:
     """What is written is what is read; other bytes than those of the blocks are refused."""
     storage = filled(4)
@@ -95,7 +114,7 @@ def test_host_memory_is_pinned_until_the_last_copy_has_ended(
     unpinned: list[bool] = []
 
     def are_over() -> bool:
-        return all(stream.done == stream.put for stream in gpus.streams)
+        return not any(stream.computes for stream in gpus.streams)
 
     register = torch.cuda.cudart().cudaHostRegister  # type: ignore[no-untyped-call]
     monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(

@@ -218,11 +218,16 @@ class Stream:
         self.machine, self.index, self.cuda_stream = machine, index, handle
         self.device = torch.device("cuda", index)
         self.queue: deque[Item | Wait] = deque()
-        self.put = self.done = 0
+        self.put = self.done = self.launched = 0
         self.ready = 0.0
         """When all that was queued so far is over, on the virtual clock."""
         self.capture: Capture | None = None
         machine.streams.add(self)
+
+    @property
+    def computes(self) -> bool:
+        """Whether an operation is queued; waits for other streams are none."""
+        return any(isinstance(one, Item) for one in self.queue)
 
     def enqueue(self, item: Item) -> None:
         """Queue an operation, or record it."""
@@ -243,6 +248,7 @@ class Stream:
             self.ready = max(self.ready, self.machine.now) + self.machine.device_seconds(item.name)
             self.queue.append(item)
             self.put += 1
+            self.launched += 1
             if not self.machine.is_late:
                 self.run_to(self.put)
 

@@ -177,7 +177,7 @@ def test_an_edge_that_is_missing_shows(edge: str, gpus: Machine) -> None:
 
 def test_steps_come_under_any_stream_and_device(gpus: Machine) -> None:
     """Who steps an engine under one stream after another, with another GPU current, gets the same tokens, and finds its
-    own GPU and stream current afterwards."""
+    own GPU and stream current afterwards; the engine computes on a stream of its own."""
     model, prompts = tiny_model("llama"), make_prompts()
     expected = [generate_alone(model, prompt) for prompt in prompts]
     streams = [torch.cuda.Stream("cuda:1") for _ in range(3)]
@@ -190,6 +190,7 @@ def test_steps_come_under_any_stream_and_device(gpus: Machine) -> None:
                 assert torch.cuda.current_device() == 0
                 assert torch.cuda.current_stream("cuda:1") is streams[step % 3]
         assert [list(request.output().outputs[0].token_ids) for request in requests] == expected
+    assert [stream.launched for stream in (*streams, gpus.default_stream(1))] == [0] * 4
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -230,7 +231,7 @@ def test_a_step_takes_what_its_work_takes() -> None:
                 around = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
                 around[0].record()
                 engine.step()
-                assert all(stream.done == stream.put for stream in gpus.streams)
+                assert not any(stream.computes for stream in gpus.streams)
                 around[1].record()
                 torch.cuda.synchronize()
                 expected.append(around[0].elapsed_time(around[1]) / 1e3)
