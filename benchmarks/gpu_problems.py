@@ -16,9 +16,10 @@ from cuda_plan import BLOCK, step_plan
 
 from pagedcore_kernels.cuda.attention.work_lists import Visibility, WorkLists, make_work_lists
 from pagedcore_kernels.cuda.build.variants import attention_name
-from pagedcore_kernels.cuda.layer_plans import CTAS_PER_SM
 from pagedcore_kernels.cuda.shapes import LOG2_E, AttentionShape, Format, partial_bytes
 
+CTAS_PER_SM = 2
+"""What the driver says of the decode kernel of heads of 128 on an H100 or H200."""
 _CHUNK = 2**26
 _BF16 = 2
 

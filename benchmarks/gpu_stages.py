@@ -21,11 +21,10 @@ import numpy as np
 import torch
 from cuda_plan import BLOCK
 from gpu_device import HardwareDriver, host_us, median
-from gpu_problems import Layer, Problem
+from gpu_problems import CTAS_PER_SM, Layer, Problem
 
 from pagedcore_kernels.cuda.build.variants import COPY_NAME, attention_name, write_name
 from pagedcore_kernels.cuda.formats import FORMATS
-from pagedcore_kernels.cuda.layer_plans import CTAS_PER_SM
 from pagedcore_kernels.cuda.shapes import AttentionShape
 
 GOAL_OF_COPY = 0.8

@@ -6,7 +6,7 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
                     NamesVariablePart  DecodesGreedily  HasGenerationConfig  ReturnsHidden
                     HasEmbeddingDefaults  HasTextHead  TakesPositionsBack
-                    MayLoseDevice
+                    MayLoseDevice  MeasuresSteps
     Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
     attention       AttentionRequirements  StoresInt8, ChecksAhead, ConvolvesRows (the factory)
                     ShowsKVPool (the backend)
@@ -332,6 +332,19 @@ class MayLoseDevice(Protocol):
     @property
     def has_lost_device(self) -> bool:
         """Whether it has; asked after a forward that raised."""
+
+
+@runtime_checkable
+class MeasuresSteps(Protocol):
+    """A model backend that finds out how much of its device's memory a KV pool may have."""
+
+    def fitting_kv_bytes(self, num_tokens: int, num_rows: int) -> int | None:
+        """Return the bytes of a pool that leaves room for steps of at most so many tokens and rows; ``None``: the
+        engine decides, by what ``HostsKVPool`` says.
+
+        Raises:
+            InvalidConfig: no such step fits, even without a pool.
+        """
 
 
 @runtime_checkable

@@ -111,7 +111,7 @@ def llm_app(
         if given is not None and (type(given) is not int or given < least):
             raise InvalidConfig(f"{what}: got {given}, allowed is an integer from {least} up, or none.")
     settings.setdefault("num_threads", max(1, int(num_cpus)))
-    max_num_seqs = settings.get("max_num_seqs") or EngineConfig().max_num_seqs
+    max_num_seqs = settings.get("max_num_seqs") or EngineConfig(device=settings.get("device", "auto")).max_num_seqs
     scale: dict[str, Any] = {"num_replicas": num_replicas or 1}
     if max_replicas is not None:
         scale = {"autoscaling_config": {"min_replicas": num_replicas or 1, "max_replicas": max_replicas,

@@ -108,16 +108,18 @@ class EngineConfig:
     """Blocks of the KV pool; wins over ``kv_cache_memory``."""
     kv_cache_memory: int | float | str | MemoryBudget | BudgetShare | None = None
     """The KV pool in bytes (``2**31`` or ``"2GiB"``) or, as a float below 1, as a share of free memory; or a
-    ``MemoryBudget``, or a share of one, that several engines draw on."""
+    ``MemoryBudget``, or a share of one, that several engines draw on. ``None``: what every sequence can use at its
+    full length, at most 30 % of free memory; on a GPU at most nine tenths of all of it, less what is there and what the
+    largest step was seen to take."""
     kv_cache_dtype: str = "auto"
     """Number format of KV: "auto" is that of the weights; "int8" keeps each token and head as int8 with a float32
     scale for K and one for V, in little more than half the memory of bfloat16. KV of one is of no use to the other."""
     max_model_len: int | None = None
     """Longest context in tokens, prompt and completion; ``None``: what the model was made for."""
     max_num_seqs: int = 32
-    """Most sequences computed in one step."""
+    """Most sequences computed in one step; on a GPU 256 unless said otherwise."""
     max_num_batched_tokens: int = 512
-    """Token budget of one step: decode tokens and prompt chunks together."""
+    """Token budget of one step: decode tokens and prompt chunks together; on a GPU 8,192 unless said otherwise."""
     min_batch_size: int = 1
     """New sequences start when so many of them wait, or when the oldest has waited for ``max_wait_ms``; running ones
     continue meanwhile. 1: at once."""
@@ -278,6 +280,7 @@ class EngineConfig:
         return cls(**{**own_names(defaults or {}), **own_names(read_settings(path)), **own_names(settings)})
 
 
+_WIDEST_ON_GPU: Final = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
 _KNOWN: Final = sorted(one.name for one in fields(EngineConfig))
 
 
@@ -303,9 +306,20 @@ def own_names(settings: Mapping[str, Any], others: Iterable[str] = ()) -> dict[s
 def _with_own_names(make: Callable[..., None]) -> Callable[..., None]:
     @wraps(make)
     def init(config: EngineConfig, **settings: Any) -> None:
-        make(config, **own_names(settings))
+        named = own_names(settings)
+        make(config, **_of_gpu(named), **named)
 
     return init
+
+
+def _of_gpu(named: Mapping[str, Any]) -> dict[str, int]:
+    """Return how wide steps of a GPU are where nothing is said, which never contradicts what is; of a CPU nothing."""
+    if not str(named.get("device")).startswith("cuda"):
+        return {}
+    rows, tokens = (named.get(name, most) for name, most in _WIDEST_ON_GPU.items())
+    if isinstance(rows, int) and isinstance(tokens, int):
+        rows, tokens = (rows, max(rows, tokens)) if "max_num_seqs" in named else (min(rows, tokens), tokens)
+    return {name: one for name, one in zip(_WIDEST_ON_GPU, (rows, tokens), strict=True) if name not in named}
 
 
 # Why here: a dataclass takes its fields only, and refuses others with an error that names no field.

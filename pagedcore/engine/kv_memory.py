@@ -16,7 +16,7 @@ from pagedcore.config.engine_config import EngineConfig
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, format_memory, parse_memory
 from pagedcore.errors import InvalidConfig
 from pagedcore.execution.machine import free_memory_bytes
-from pagedcore.protocols import HostsKVPool, MovesKVBlocks
+from pagedcore.protocols import HostsKVPool, MeasuresSteps, MovesKVBlocks
 
 if TYPE_CHECKING:
     from pagedcore.protocols import CacheStore, ModelBackend
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pagedcore")
 
 DEFAULT_MEMORY_SHARE: Final = 0.3
-"""Share of free memory that the KV pool takes at most when nothing is said; pages count only once touched."""
+"""Share of a machine's free memory that a KV pool takes at most when nothing is said; pages count once touched."""
 
 
 class KVMemory:
@@ -46,7 +46,7 @@ class KVMemory:
         self._length = context_length(backend.max_model_len, config)
         free_bytes, self.num_host_blocks = pool.free_kv_bytes(), self._choose_num_host_blocks(config)
         with ExitStack() as undo:
-            self.num_blocks = self._choose_num_blocks(config, free_bytes, undo)
+            self.num_blocks = self._choose_num_blocks(backend, config, free_bytes, undo)
             self.num_bytes = self.num_blocks * self._block_bytes
             """Bytes of the pool, padding included."""
             backend.allocate_kv(self.num_blocks, self.block_size)
@@ -80,7 +80,9 @@ class KVMemory:
             raise InvalidConfig("host_kv_memory: this model backend has no cache_store to move blocks with; leave it.")
         store.allocate_host(self.num_host_blocks)
 
-    def _choose_num_blocks(self, config: EngineConfig, free_bytes: int, undo: ExitStack) -> int:
+    def _choose_num_blocks(
+        self, backend: ModelBackend, config: EngineConfig, free_bytes: int, undo: ExitStack
+    ) -> int:
         given = config.kv_cache_memory
         if isinstance(given, MemoryBudget | BudgetShare):
             return self._draw(given, config, undo)
@@ -89,7 +91,12 @@ class KVMemory:
         num_bytes = parse_memory(given, free_bytes=free_bytes)
         if num_bytes is not None:
             return self._whole_blocks(num_bytes)
-        return max(1, min(self._useful_blocks(config), int(DEFAULT_MEMORY_SHARE * free_bytes) // self._block_bytes))
+        fitting = int(DEFAULT_MEMORY_SHARE * free_bytes)
+        if isinstance(backend, MeasuresSteps):
+            rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+            measured = backend.fitting_kv_bytes(min(tokens, rows * self._length), rows)
+            fitting = fitting if measured is None else measured
+        return max(1, min(self._useful_blocks(config), fitting // self._block_bytes))
 
     def _draw(self, source: MemoryBudget | BudgetShare, config: EngineConfig, undo: ExitStack) -> int:
         unit, wanted = self._block_bytes, config.num_kv_blocks

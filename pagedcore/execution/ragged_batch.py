@@ -131,6 +131,17 @@ def assemble(
     return RaggedBatch(token_ids, positions, seq_ids, slots, query_start, kv_lens, block_tables, ends - 1)
 
 
+def largest_batch(num_tokens: int, num_rows: int, block_size: int) -> tuple[RaggedBatch, int]:
+    """Return a batch of prompts that takes a step's most tokens, and the logits of its most rows; and its blocks, which
+    all rows share, as nothing is read of it but how much memory it takes.
+    """
+    rows = np.arange(min(num_rows, num_tokens))
+    counts = num_tokens // len(rows) + (rows < num_tokens % len(rows))
+    table = np.arange(-(-int(counts[0]) // block_size), dtype=np.int32)
+    return assemble(np.zeros(num_tokens, np.int64), 0 * rows, counts, seq_ids=rows, tables=[table] * len(rows),
+                    block_size=block_size), len(table)
+
+
 def _stack_tables(tables: ListOf[Int32Array], needed: Int64Array) -> Int32Array:
     """Return [R, W] block ids, -1 past each row's end; W is the longest row's need."""
     stacked = np.full((len(tables), int(needed.max())), -1, dtype=np.int32)

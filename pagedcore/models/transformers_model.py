@@ -19,8 +19,10 @@ import torch
 
 from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, ModelTakenOver
 from pagedcore.execution.devices import CPU, Device
+from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.memory_pages import FileMappings
+from pagedcore.execution.ragged_batch import largest_batch
 from pagedcore.models.attention import convolutions
 from pagedcore.models.attention.interface import ATTENTION_KEY, PagedStep, attention_step, current_step, register
 from pagedcore.models.attention.layers import AttentionLayer, RecordingStep, layers_of
@@ -185,6 +187,27 @@ class TransformersModel:
     def free_kv_bytes(self) -> int:
         """Bytes of memory that a KV pool could take now."""
         return self._device.free_bytes()
+
+    @torch.inference_mode()
+    def fitting_kv_bytes(self, num_tokens: int, num_rows: int) -> int | None:
+        """Compute the largest step of a GPU once, over a few blocks; see ``MeasuresSteps``."""
+        if self._device.kind == "cpu":
+            return None
+        batch, num_blocks = largest_batch(num_tokens, num_rows, self.block_size)
+        refusal = InvalidConfig(
+            f"max_num_batched_tokens: got {num_tokens} tokens of up to {num_rows} sequences, more than this GPU has "
+            "memory for beside the weights. Lower max_num_batched_tokens, or max_num_seqs."
+        )
+        with self._device.computing():
+            try:
+                storage = self._device.new_storage(self.layout(self.block_size), num_blocks)
+            except InvalidConfig:
+                raise refusal from None
+            attention = self._attention_factory(storage.layout, storage.pool)
+            try:
+                return self._device.room_beside(lambda: self._compute(attention, batch))
+            except RuntimeError as error:
+                raise refusal if is_out_of_memory(error) else error from None
 
     def release_kv(self) -> None:
         """Free the KV pool, if there is one; another can be made then."""

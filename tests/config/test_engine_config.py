@@ -242,3 +242,15 @@ def test_the_signature_is_that_of_the_fields():
     """Aliases change neither what help shows nor copies with other values."""
     assert list(inspect.signature(EngineConfig).parameters) == [one.name for one in dataclasses.fields(EngineConfig)]
     assert dataclasses.replace(EngineConfig(seed=1), block_size=8) == EngineConfig(seed=1, block_size=8)
+
+
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({}, (256, 8192)), ({"max_batch_size": 7}, (7, 8192)), ({"max_num_seqs": 10_000}, (10_000, 10_000)),
+    ({"max_num_batched_tokens": 100}, (100, 100)), ({"max_num_seqs": 5, "max_num_batched_tokens": 9}, (5, 9)),
+])
+def test_steps_of_a_gpu_are_wider(settings, expected):
+    """What is not said is wider than on a CPU there, never contradicts what is said, and stays in copies."""
+    config = EngineConfig(device="cuda:1", **settings)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == expected
+    assert dataclasses.replace(config, seed=1) == EngineConfig(device="cuda:1", seed=1, **settings)
+    assert (EngineConfig().max_num_seqs, EngineConfig(device="cpu").max_num_batched_tokens) == (32, 512)

@@ -17,6 +17,7 @@ from pagedcore.protocols import (
     DescribesItself,
     HasFingerprint,
     HostsKVPool,
+    MeasuresSteps,
     ModelBackend,
     ModelFingerprint,
     MovesKVBlocks,
@@ -35,7 +36,7 @@ from support.families import tiny_model
 from virtual_gpu.backends import QueuedReference
 
 OF_BACKENDS = (MovesKVBlocks, HostsKVPool, HasFingerprint, DescribesItself, UsesTorchThreads, NamesVariablePart,
-               DecodesGreedily)
+               DecodesGreedily, MeasuresSteps)
 
 
 class AbleBackend(ToyBackend):

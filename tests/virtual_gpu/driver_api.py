@@ -154,6 +154,13 @@ class DriverApi:
         function.most_shared = value
         return (0,)
 
+    def cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        self, function: Function, threads: int, shared: int
+    ) -> tuple[int, int]:
+        if not int(self._context) or function.module.context != self._context:
+            return INVALID_CONTEXT, 0
+        return 0, min(2048 // threads, self._machine.shared_bytes // (shared + 1024))
+
     def cuLaunchKernel(
         self, function: Function, x: int, y: int, z: int, bx: int, by: int, bz: int, shared: int, stream: int,
         pointers: int, extra: int,

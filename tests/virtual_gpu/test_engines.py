@@ -11,7 +11,7 @@ import torch
 
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import EngineClosed, ModelNotSupported
+from pagedcore.errors import EngineClosed, InvalidConfig, ModelNotSupported
 from pagedcore.protocols import MonotonicClock
 from pagedcore.requests.observers import EngineObserver
 from pagedcore.sampling_params import SamplingParams
@@ -239,3 +239,20 @@ def test_a_step_takes_what_its_work_takes() -> None:
     assert len(expected) > 7
     assert times.seconds == pytest.approx(expected, rel=0.02)
     assert min(expected) > 0.05
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(256, True), (16384, False), (65536, False)])
+def test_the_pool_leaves_room_for_the_largest_step(tokens: int, fits: bool) -> None:
+    """Nine tenths of a GPU are for weights, the largest step, which is computed once to see what it takes, and the
+    pool, which gets the rest; a step that has no room, or whose own blocks have none, is refused with what to lower."""
+    model = tiny_model("llama", max_position_embeddings=8192)
+    width: dict[str, Any] = {"num_kv_blocks": None, "max_num_seqs": 16, "max_num_batched_tokens": tokens}
+    with virtual_gpus(Machine(memory_bytes=2 << 20)):
+        if not fits:
+            with pytest.raises(InvalidConfig, match=f"max_num_batched_tokens: got {tokens} tokens of up to 16 seq"):
+                on_gpu(model, **width)
+            return
+        with on_gpu(model, **width) as engine:
+            assert 0.7 < engine.stats().kv_bytes / 2**20 < 0.8
+            outputs = engine.generate([[n] * 16 for n in range(3, 35)], greedy(max_tokens=5), show_progress=False)
+            assert {output.outputs[0].finish_reason for output in outputs} <= {"length", "stop"}

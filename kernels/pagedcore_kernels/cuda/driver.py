@@ -44,13 +44,12 @@ class Driver(Protocol):
         """Compute capability of the GPU."""
         ...
 
-    @property
-    def num_sms(self) -> int:
-        """Multiprocessors of the GPU."""
-        ...
-
     def prepare(self, name: str) -> None:
         """Load a named kernel; compiling it, if need be, takes seconds."""
+        ...
+
+    def num_ctas(self, name: str) -> int:
+        """Return how many CTAs of a prepared kernel the GPU runs at once."""
         ...
 
     def begin_step(self) -> None:
@@ -222,6 +221,14 @@ class CudaDriver:
             if module is None:
                 module = _MODULES[key] = _Module(self._api, self._context, image)
         self._kernels[name] = _LoadedKernel(module, image)
+
+    def num_ctas(self, name: str) -> int:
+        """Ask the driver, which knows registers and shared memory of both; see ``Driver``."""
+        kernel = self._kernels[name]
+        with self._in_context():
+            of_sm = _checked(self._api.cuOccupancyMaxActiveBlocksPerMultiprocessor(
+                kernel.module.function, kernel.threads, kernel.shared_bytes))
+        return self.num_sms * max(1, int(of_sm))
 
     def begin_step(self) -> None:
         """Note torch's current stream; see ``Driver``."""

@@ -19,8 +19,6 @@ from pagedcore_kernels.interface import Int32Array, RaggedRows
 from pagedcore_kernels.layout import BlockLayout, LayerShape
 from pagedcore_kernels.step_plan import StepPlan
 
-CTAS_PER_SM = 2
-
 _Kind = tuple[Visibility, int]
 """What a layer's queries see, and its KV heads."""
 
@@ -61,12 +59,12 @@ class StepFrame:
 
 
 class LayerPlans:
-    """Prepares steps for all layers of one pool."""
+    """Prepares steps for all layers of one pool, in items for so many CTAs as run at once."""
 
-    def __init__(self, layout: BlockLayout, pool: torch.Tensor, num_sms: int) -> None:
+    def __init__(self, layout: BlockLayout, pool: torch.Tensor, num_ctas: int) -> None:
         self._layout = layout
         self._num_blocks = pool.shape[0]
-        self._num_ctas = num_sms * CTAS_PER_SM
+        self._num_ctas = num_ctas
         self._partial_floats = max(partial_bytes(shape.value_head_size) // 4 for shape in layout.layers)
         self._kinds: list[_Kind] = []
         self._step_buffer = StepBuffer(pool.device)

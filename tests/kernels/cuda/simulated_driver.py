@@ -66,6 +66,9 @@ class SimulatedDriver:
     def prepare(self, name: str) -> None:
         pass
 
+    def num_ctas(self, name: str) -> int:
+        return 2 * self.num_sms
+
     def begin_step(self) -> None:
         pass
 

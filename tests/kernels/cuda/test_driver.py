@@ -72,6 +72,7 @@ def test_a_driver_works_from_any_thread_and_changes_no_current_gpu(has_context: 
             made = driver(tmp_path, api, index=1)
             made.prepare(COPY_NAME)
             made.begin_step()
+            assert made.num_ctas(COPY_NAME) == 8 * gpus.num_sms
             made.launch(COPY_NAME, 1, (0, 0, 0, 0, 0))
             found.extend([gpus.has_context, gpus.device, gpus.default_stream(1).put])
 
@@ -103,6 +104,7 @@ def test_large_shared_memory_is_asked_for_when_loading(tmp_path: Path) -> None:
         made = driver(tmp_path, api, shared_bytes=100_000)
         made.prepare(COPY_NAME)
         made.launch(COPY_NAME, 1, (0, 0, 0, 0, 0))
+        assert made.num_ctas(COPY_NAME) == 2 * gpus.num_sms
         with pytest.raises(InvalidConfig, match=r"300000 .* 232448"):
             driver(tmp_path, api, shared_bytes=300_000).prepare(COPY_NAME)
         assert len(api.modules) == 1

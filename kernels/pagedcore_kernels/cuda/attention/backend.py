@@ -24,7 +24,7 @@ from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep, StepFrame
 from pagedcore_kernels.cuda.shapes import LOG2_E, ROW_THREADS, SLICE_BYTES, AttentionShape
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.interface import Int32Array, RaggedRows
-from pagedcore_kernels.layout import TokenMajorLayout
+from pagedcore_kernels.layout import LayerShape, TokenMajorLayout
 
 # Why: the plugin table finds out whether a backend can be had by importing it.
 require_bindings()
@@ -75,14 +75,8 @@ class NumbaCudaAttention:
         self._values = [layout.value_view(pool, layer) for layer in range(len(layout.layers))]
         self._scales = layer_scales(layout, kv_scales, pool.device)
         self._block_shift = layout.block_size.bit_length() - 1
-        self._plans = LayerPlans(layout, pool, self._driver.num_sms)
         self._step: SharedStep | None = None
-        for shape in set(layout.layers):
-            sizes = shape.key_head_size, shape.value_head_size
-            attention = AttentionShape(*sizes, self._query_format, self._pool_format)
-            for kernel in (attention_name("decode", attention), attention_name("prefill", attention),
-                           write_name(self._query_format, self._pool_format, *sizes), COPY_NAME):
-                self._driver.prepare(kernel)
+        self._plans = LayerPlans(layout, pool, min(map(self._prepare, set(layout.layers))))
 
     @property
     def layout(self) -> TokenMajorLayout:
@@ -224,6 +218,16 @@ class NumbaCudaAttention:
         self._driver.launch(
             COPY_NAME, len(numbers) * slices, (source, target, on_device, self._layout.block_bytes, slices)
         )
+
+    def _prepare(self, shape: LayerShape) -> int:
+        """Load the kernels of a layer; return how many CTAs of its decode kernel run at once."""
+        sizes = shape.key_head_size, shape.value_head_size
+        attention = AttentionShape(*sizes, self._query_format, self._pool_format)
+        decode = attention_name("decode", attention)
+        for kernel in (decode, attention_name("prefill", attention),
+                       write_name(self._query_format, self._pool_format, *sizes), COPY_NAME):
+            self._driver.prepare(kernel)
+        return self._driver.num_ctas(decode)
 
     def _check_gpu(self) -> None:
         """Refuse formats that the GPU's instructions do not have."""
