@@ -44,6 +44,11 @@ class Driver(Protocol):
         """Compute capability of the GPU."""
         ...
 
+    @property
+    def most_shared_bytes(self) -> int:
+        """Shared memory that a CTA can have there."""
+        ...
+
     def prepare(self, name: str) -> None:
         """Load a named kernel; compiling it, if need be, takes seconds."""
         ...
@@ -186,7 +191,7 @@ class CudaDriver:
         self._context = _checked(api.cuDevicePrimaryCtxRetain(number))
         weakref.finalize(self, api.cuDevicePrimaryCtxRelease, number).atexit = False
         what = api.CUdevice_attribute
-        major, minor, self.num_sms, self._max_shared = (
+        major, minor, self.num_sms, self.most_shared_bytes = (
             int(_checked(api.cuDeviceGetAttribute(attribute, number))) for attribute in (
                 what.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
                 what.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
@@ -208,10 +213,10 @@ class CudaDriver:
         if name in self._kernels:
             return
         image = self._library.find(name, self.arch)
-        if image.shared_bytes > self._max_shared:
+        if image.shared_bytes > self.most_shared_bytes:
             raise InvalidConfig(
                 f"CUDA kernel {name}: it takes {image.shared_bytes} bytes of shared memory, this GPU gives a kernel "
-                f"{self._max_shared}. Choose another KV dtype or attention backend."
+                f"{self.most_shared_bytes}. Choose another KV dtype or attention backend."
             )
         if (reason := _too_old(self._api, image.toolchain)) is not None:
             raise InvalidConfig(f"{reason.removesuffix('.')}, or build kernels with an older compiler ({name}).")

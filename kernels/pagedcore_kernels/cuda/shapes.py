@@ -16,6 +16,11 @@ DECODE_ROWS: Final = 16
 """Packed query rows of a decode item, as many as one tensor-core instruction takes."""
 PREFILL_ROWS: Final = 16 * WARPS
 """Packed query rows of a prefill item."""
+HALF_PREFILL: Final = PREFILL_ROWS // 2
+"""Rows of a CTA of prefill where shared memory is too small for an item: two share one then."""
+_SMALL: Final = 99 * 1024
+_SHARED_BYTES: Final = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024,
+                        (10, 3): 227 * 1024}
 SEGMENT: Final = 512
 """Tokens of a segment, in which contexts are split; a multiple of every tile. See ``device/numerics.py``."""
 ROW_PADDING: Final = 16
@@ -54,6 +59,11 @@ class Format(Enum):
     def itemsize(self) -> int:
         """Bytes per element."""
         return 2 if self in (Format.BF16, Format.F16) else 1
+
+
+def most_shared_bytes(capability: tuple[int, int]) -> int:
+    """Shared memory that a CTA can have on GPUs of a compute capability, for kernels that are built ahead of one."""
+    return _SHARED_BYTES.get(capability, _SMALL)
 
 
 def tile_size(key_size: int, value_size: int) -> int:
@@ -132,8 +142,11 @@ class AttentionShape:
         weights = DECODE_ROWS * (self.tile * 2 + ROW_PADDING)
         return ring + DECODE_ROWS * self.query_row + WARPS * DECODE_ROWS * 4 + weights + 16
 
-    @property
-    def prefill_shared_bytes(self) -> int:
+    def prefill_shared_bytes(self, rows: int = PREFILL_ROWS) -> int:
         """Dynamic shared memory of prefill: one tile, query, each thread's share of the total."""
         tile = self.tile * (self.key_row + self.value_row)
-        return tile + PREFILL_ROWS * self.query_row + self.value_groups * self.floats_per_group * 4 * THREADS
+        return tile + rows * self.query_row + self.value_groups * self.floats_per_group * 4 * (rows * 2)
+
+    def prefill_rows(self, most_shared: int) -> int:
+        """Rows of a CTA of prefill on a GPU that gives it so many bytes of shared memory."""
+        return PREFILL_ROWS if self.prefill_shared_bytes() <= most_shared else HALF_PREFILL

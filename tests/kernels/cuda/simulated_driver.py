@@ -54,6 +54,7 @@ class SimulatedDriver:
 
     arch: str = "sm_90"
     num_sms: int = 8
+    most_shared_bytes: int = 227 * 1024
     seed: int = 0
     check_races: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -74,6 +75,7 @@ class SimulatedDriver:
 
     def launch(self, name: str, num_ctas: int, arguments: Sequence[Argument]) -> None:
         source, ptx = compiled(name, self.arch)
+        assert source.shared_bytes <= self.most_shared_bytes
         order = np.random.default_rng(self.seed + len(self.launched)).permutation(num_ctas)
         self.launched.append((name, num_ctas))
         launch(

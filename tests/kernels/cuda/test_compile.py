@@ -12,12 +12,14 @@ from kernels.cuda.simulated_driver import compiled
 from pagedcore_kernels.cuda.build.compiler import link, parse_arch
 from pagedcore_kernels.cuda.build.resources import KernelResources, read_resource_table
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
-from pagedcore_kernels.cuda.build.variants import shipped_names
+from pagedcore_kernels.cuda.build.variants import make_source, shipped_names
 from pagedcore_ptxsim import divided_operations
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+SHARED_BYTES = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376}
+"""What a CTA can have on GPUs of each architecture, by NVIDIA's tables of compute capabilities."""
 REGISTERS_PER_SM = 65536
 FAST = [("decode-bf16-bf16-64-64", "sm_90"), ("prefill-bf16-bf16-64-64", "sm_90"), ("write-bf16-bf16-64-64", "sm_90"),
         ("copy", "sm_80"), ("rotate-bf16-bf16-halves", "sm_90"), ("norm-bf16-1", "sm_90"), ("gated-bf16-silu", "sm_90"),
@@ -26,6 +28,11 @@ EVERYTHING = [
     pytest.param(name, arch, marks=pytest.mark.kernels)
     for arch in ARCHITECTURES for name in shipped_names(parse_arch(arch)) if (name, arch) not in FAST
 ]
+ATTENTION_ELSEWHERE = [
+    (name, arch) for arch in SHARED_BYTES if arch not in ARCHITECTURES for name in shipped_names(parse_arch(arch))
+    if name.startswith(("decode-bf16", "prefill")) and ("-bf16-bf16-" in name or name.endswith("-256"))
+]
+"""Kernels that take most of a GPU, for GPUs that the table of registers does not have."""
 WANTED = {
     "decode": ("mma.sync", "ldmatrix.sync", "cp.async.cg", "atom.acq_rel.gpu.global.inc", "ex2.approx"),
     "prefill": ("mma.sync", "ldmatrix.sync", "cp.async.cg", "ex2.approx"),
@@ -82,6 +89,25 @@ def test_a_shipped_kernel_fits_the_gpu(name: str, arch: str) -> None:
     assert not missing
     assert ".local" not in ptx
     assert ".f64" not in ptx
+
+
+@pytest.mark.parametrize("arch", SHARED_BYTES)
+def test_shipped_kernels_have_the_shared_memory_of_their_gpu(arch: str) -> None:
+    """Heads of 256 too, of which prefill takes less where there is little."""
+    taken = {name: make_source(name).shared_bytes for name in shipped_names(parse_arch(arch))}
+    assert {name: size for name, size in taken.items() if size > SHARED_BYTES[arch]} == {}
+    assert any(name.startswith("prefill32") for name in taken) == (SHARED_BYTES[arch] < 110_000)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("name", "arch"), ATTENTION_ELSEWHERE)
+def test_attention_fits_gpus_that_nobody_has_tried(name: str, arch: str) -> None:
+    """It links and spills nothing; every warp is whole wherever it has to be."""
+    source, ptx = compiled(name, arch)
+    resources = link(ptx, arch)[1]
+    assert resources.stack_bytes + resources.spill_bytes == 0
+    assert resources.registers <= REGISTERS_PER_SM // (source.threads * source.ctas_per_sm)
+    assert divided_operations(ptx) == []
 
 
 @pytest.mark.parametrize(("name", "arch"), [*FAST, *EVERYTHING])

@@ -79,6 +79,24 @@ def test_a_token_has_the_same_bits_however_the_work_is_cut(
     assert torch.equal(alone, last)
 
 
+@pytest.mark.parametrize(("shape", "pool_dtype", "most_shared_bytes"), [
+    (Shape(4, 1, 64, 64, 16, BF16), None, 43_000),
+    *(pytest.param(Shape(4, 1, 256, 256, 16, BF16), dtype, 99 * 1024, marks=pytest.mark.kernels)
+      for dtype in (None, torch.int8)),
+])
+def test_small_shared_memory_changes_no_bits(
+    shape: Shape, pool_dtype: torch.dtype | None, most_shared_bytes: int
+) -> None:
+    """Where an item does not fit, two CTAs share it, or one does it and the other finds nothing to do."""
+    case = Case(shape, pool_dtype, lengths=[(20, 300), (9, 9)])
+    small, options = case.backend(most_shared_bytes=most_shared_bytes), {"window": 650}
+    output = case.attend(small, case.rows(), **options)
+    launched = small._driver.launched  # type: ignore[attr-defined]
+    assert [(name.partition("-")[0], num_ctas) for name, num_ctas in launched] == [("prefill32", 6)]
+    assert relative_error(output, case.expected(case.rows(), **options)) < MAX_ERROR[BF16]
+    assert torch.equal(output, case.attend(case.backend(), case.rows(), **options))
+
+
 def test_a_chunk_of_a_long_context_is_split_without_changing_bits() -> None:
     """A few tokens too many for one decode item, over a long context, become several items with the same result."""
     case = Case(Shape(4, 1, 64, 64, 16, BF16), lengths=[(9, 2100)])

@@ -17,7 +17,14 @@ from pagedcore_kernels.cuda.attention.uploads import StepBuffer
 from pagedcore_kernels.cuda.attention.work_lists import Visibility
 from pagedcore_kernels.cuda.build.library import KernelLibrary
 from pagedcore_kernels.cuda.build.toolchain import require_bindings
-from pagedcore_kernels.cuda.build.variants import COPY_NAME, attention_name, needed_capability, supports, write_name
+from pagedcore_kernels.cuda.build.variants import (
+    COPY_NAME,
+    attention_name,
+    needed_capability,
+    prefill_name,
+    supports,
+    write_name,
+)
 from pagedcore_kernels.cuda.driver import Argument, CudaDriver, Driver, why_driver_too_old
 from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
 from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep, StepFrame
@@ -76,6 +83,7 @@ class NumbaCudaAttention:
         self._scales = layer_scales(layout, kv_scales, pool.device)
         self._block_shift = layout.block_size.bit_length() - 1
         self._step: SharedStep | None = None
+        self._prefill: dict[LayerShape, tuple[str, int]] = {}
         self._plans = LayerPlans(layout, pool, min(map(self._prepare, set(layout.layers))))
 
     @property
@@ -187,9 +195,8 @@ class NumbaCudaAttention:
         )
         kernel = AttentionShape(shape.key_head_size, shape.value_head_size, self._query_format, self._pool_format)
         for family, items, count in work.launches:
-            self._driver.launch(
-                attention_name(family, kernel), count * shape.num_kv_heads, (*arguments[:4], items, *arguments[5:])
-            )
+            name, ctas = self._prefill[shape] if family == "prefill" else (attention_name(family, kernel), 1)
+            self._driver.launch(name, count * shape.num_kv_heads * ctas, (*arguments[:4], items, *arguments[5:]))
         return output
 
     def copy_blocks(
@@ -224,7 +231,8 @@ class NumbaCudaAttention:
         sizes = shape.key_head_size, shape.value_head_size
         attention = AttentionShape(*sizes, self._query_format, self._pool_format)
         decode = attention_name("decode", attention)
-        for kernel in (decode, attention_name("prefill", attention),
+        self._prefill[shape] = prefill_name(attention, self._driver.most_shared_bytes)
+        for kernel in (decode, self._prefill[shape][0],
                        write_name(self._query_format, self._pool_format, *sizes), COPY_NAME):
             self._driver.prepare(kernel)
         return self._driver.num_ctas(decode)

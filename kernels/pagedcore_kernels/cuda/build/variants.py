@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from pagedcore_kernels.cuda.shapes import (
+    HALF_PREFILL,
     NORM_VECTORS,
+    PREFILL_ROWS,
     ROW_THREADS,
     SAMPLE_SHARED_BYTES,
     SAMPLE_THREADS,
     THREADS,
     AttentionShape,
     Format,
+    most_shared_bytes,
 )
 from pagedcore_kernels.errors import InvalidConfig
 
@@ -51,6 +55,12 @@ class Source:
 def attention_name(family: str, shape: AttentionShape) -> str:
     """The name of ``decode`` or ``prefill`` for one shape."""
     return f"{family}-{shape.query.value}-{shape.pool.value}-{shape.key_size}-{shape.value_size}"
+
+
+def prefill_name(shape: AttentionShape, most_shared: int) -> tuple[str, int]:
+    """The name of ``prefill`` for a GPU that gives a CTA so much shared memory, and the CTAs of an item."""
+    rows = shape.prefill_rows(most_shared)
+    return attention_name("prefill" if rows == PREFILL_ROWS else f"prefill{rows}", shape), PREFILL_ROWS // rows
 
 
 def write_name(source: Format, pool: Format, key_size: int, value_size: int) -> str:
@@ -120,7 +130,7 @@ def shipped_names(capability: tuple[int, int]) -> list[str]:
             for size in HEAD_SIZES:
                 if supports(pool, size, size) and capability >= needed_capability(pool):
                     shape = AttentionShape(size, size, query, pool)
-                    names += [attention_name("decode", shape), attention_name("prefill", shape)]
+                    names += [attention_name("decode", shape), prefill_name(shape, most_shared_bytes(capability))[0]]
                     names.append(write_name(query, pool, size, size))
     return names
 
@@ -148,11 +158,11 @@ def _make_decode(details: Sequence[str]) -> Source:
     return Source(decode_kernel(shape), ATTENTION_PARAMETERS, THREADS, shape.decode_shared_bytes, 2)
 
 
-def _make_prefill(details: Sequence[str]) -> Source:
+def _make_prefill(details: Sequence[str], rows: int = PREFILL_ROWS) -> Source:
     from pagedcore_kernels.cuda.device.prefill import prefill_kernel
 
     shape = _attention_shape(details)
-    return Source(prefill_kernel(shape), ATTENTION_PARAMETERS, THREADS, shape.prefill_shared_bytes, 2)
+    return Source(prefill_kernel(shape, rows), ATTENTION_PARAMETERS, 2 * rows, shape.prefill_shared_bytes(rows), 2)
 
 
 def _make_write(details: Sequence[str]) -> Source:
@@ -217,12 +227,14 @@ def _make_scatter(details: Sequence[str]) -> Source:
 
 
 _MAKERS: Final[dict[str, Callable[[Sequence[str]], Source]]] = {
-    "decode": _make_decode, "prefill": _make_prefill, "write": _make_write, "copy": _make_copy,
+    "decode": _make_decode, "prefill": _make_prefill,
+    f"prefill{HALF_PREFILL}": partial(_make_prefill, rows=HALF_PREFILL), "write": _make_write, "copy": _make_copy,
     "rotate": _make_rotate, "norm": _make_norm, "gated": _make_gated, "sample": _make_sample,
     "gather": _make_gather, "scatter": _make_scatter,
 }
 _PARAMETERS: Final = {
-    "decode": ATTENTION_PARAMETERS, "prefill": ATTENTION_PARAMETERS, "write": WRITE_PARAMETERS, "copy": COPY_PARAMETERS,
+    "decode": ATTENTION_PARAMETERS, "prefill": ATTENTION_PARAMETERS, f"prefill{HALF_PREFILL}": ATTENTION_PARAMETERS,
+    "write": WRITE_PARAMETERS, "copy": COPY_PARAMETERS,
     "rotate": ROTATE_PARAMETERS, "norm": NORM_PARAMETERS, "gated": GATED_PARAMETERS, "sample": SAMPLE_PARAMETERS,
     "gather": STAGING_PARAMETERS, "scatter": STAGING_PARAMETERS,
 }

@@ -1,6 +1,7 @@
 """Attention of many query rows: 64 packed rows against all keys they see, K and V shared by a KV head's group.
 
-One CTA computes one work item of ``work_lists.py``: 64 rows of (token, query head of the group), 16 to a warp. V of a
+One CTA computes one work item of ``work_lists.py``: 64 rows of (token, query head of the group), 16 to a warp; or half
+of one, with half the warps, where shared memory is small. V of a
 tile is loaded during its scores, K of the next during its softmax. The total of the segments so far waits in shared
 memory, each thread's own part where only that thread looks. A row gets the bits that ``decode.py`` would give it.
 """
@@ -17,14 +18,14 @@ from pagedcore_kernels.cuda.device import primitives as ptx
 from pagedcore_kernels.cuda.device.partials import of_query_head
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import tile_functions
-from pagedcore_kernels.cuda.shapes import LOG2_E, THREADS, AttentionShape
-from pagedcore_kernels.cuda.shapes import PREFILL_ROWS as ROWS
+from pagedcore_kernels.cuda.shapes import LOG2_E, PREFILL_ROWS, AttentionShape
 from pagedcore_kernels.cuda.shapes import ROW_PADDING as PADDING
 
 
-def prefill_kernel(shape: AttentionShape) -> Any:
-    """Make the kernel of one variant; its parameters are ``variants.ATTENTION_PARAMETERS``."""
-    fn = tile_functions(shape)
+def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
+    """Make the kernel of one variant, so many rows to a CTA; its parameters are ``variants.ATTENTION_PARAMETERS``."""
+    ROWS, THREADS, PARTS = rows, rows * 2, PREFILL_ROWS // rows
+    fn = tile_functions(shape, THREADS)
     load_keys, load_values, stage_query, load_query = fn.load_keys, fn.load_values, fn.stage_query, fn.load_query
     score_step, value_step, pack, pack_result = fn.score_step, fn.value_step, fn.pack, fn.pack_result
     pair_index, pair_column, low_weight, high_weight = fn.pair_index, fn.pair_column, fn.low_weight, fn.high_weight
@@ -53,17 +54,20 @@ def prefill_kernel(shape: AttentionShape) -> Any:
         t = i32(cuda.threadIdx.x)
         lane = i32(t & 31)
         warp = i32(t >> 5)
-        w = ptx.ldg64(work + u64(u32(u32(cuda.blockIdx.x) // u32(kv_heads))) * u64(8))
-        head = i32(u32(cuda.blockIdx.x) % u32(kv_heads))
+        block_of_item = u32(u32(cuda.blockIdx.x) // u32(PARTS))
+        w = ptx.ldg64(work + u64(u32(block_of_item // u32(kv_heads))) * u64(8))
+        head = i32(block_of_item % u32(kv_heads))
         row = i32(w[0])
         if row < 0:                                   # an empty item of a fixed-size grid
             return
-        row0 = i32(w[1])
+        row0 = i32(i32(w[1]) + i32(u32(u32(cuda.blockIdx.x) % u32(PARTS)) * u32(ROWS)))
         info = ptx.ldg128(rows_info + u64(row) * u64(16))
         q_start = i32(info[0])
         q_len = i32(info[1])
         kv_len = i32(info[2])
         all_rows = i32(q_len * group)
+        if PARTS > 1 and row0 >= all_rows:            # an item that its first part has done
+            return
         past = i32(kv_len - q_len)                    # the position of the row's first token
         last = i32(min(i32(row0 + ROWS), all_rows) - 1)
         first_position = i32(past + i32(u32(row0) // u32(group)))

@@ -73,11 +73,12 @@ def packer(target: Format) -> Any:
     return ptx.pack_bf16 if target is Format.BF16 else ptx.pack_f16
 
 
-def _row_loader(row_bytes: int, tile: int) -> Any:
+def _row_loader(row_bytes: int, tile: int, threads: int) -> Any:
     """The function that starts the copy of one tile of K or V rows into shared memory."""
     CHUNKS = row_bytes // 16
     STRIDE = row_bytes + ROW_PADDING
     TOTAL = tile * CHUNKS
+    THREADS = threads
     ROUNDS = (TOTAL + THREADS - 1) // THREADS
     EXACT = TOTAL % THREADS == 0
     ROW = row_bytes
@@ -101,9 +102,10 @@ def _row_loader(row_bytes: int, tile: int) -> Any:
     return load_rows
 
 
-def _query_stager(shape: AttentionShape) -> Any:
+def _query_stager(shape: AttentionShape, threads: int) -> Any:
     """The function that puts packed query rows into shared memory, in the order and format the pool wants."""
     CHUNKS = shape.key_size // 8
+    THREADS = threads
     ROW = shape.query_row
     NARROW = shape.pool.itemsize == 1
     CONVERT = NARROW and shape.query is Format.BF16
@@ -147,8 +149,8 @@ def _query_stager(shape: AttentionShape) -> Any:
     return stage_query
 
 
-def tile_functions(shape: AttentionShape) -> SimpleNamespace:
-    """Make the device functions of one variant; a kernel closes over them.
+def tile_functions(shape: AttentionShape, threads: int = THREADS) -> SimpleNamespace:
+    """Make the device functions of one variant, for CTAs of so many threads; a kernel closes over them.
 
     ``score_step(address, q, qi, s, si)`` adds one step of 16 keys to s[si : si + 8];
     ``value_step(address, p0, p1, p2, p3, o, oi)`` adds 16 keys times one group of columns to o;
@@ -216,8 +218,8 @@ def tile_functions(shape: AttentionShape) -> SimpleNamespace:
     return SimpleNamespace(
         pair_index=pair_index, pair_column=pair_column, pair_step=4 if NARROW else 1,
         pairs_per_group=shape.floats_per_group // 4,
-        load_keys=_row_loader(shape.key_size * shape.pool.itemsize, shape.tile),
-        load_values=_row_loader(shape.value_size * shape.pool.itemsize, shape.tile),
-        stage_query=_query_stager(shape), load_query=load_query, score_step=score_step, value_step=value_step,
+        load_keys=_row_loader(shape.key_size * shape.pool.itemsize, shape.tile, threads),
+        load_values=_row_loader(shape.value_size * shape.pool.itemsize, shape.tile, threads),
+        stage_query=_query_stager(shape, threads), load_query=load_query, score_step=score_step, value_step=value_step,
         pack=packer(weights), pack_result=packer(shape.query), low_weight=low_weight, high_weight=high_weight,
     )
