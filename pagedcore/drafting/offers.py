@@ -29,8 +29,9 @@ class Chances(NamedTuple):
 
 
 NO_CHANCES: Final = Chances(0.0, 0.0)
-_FIRST_GUESS: Final = Chances(0.5, 0.85)
-"""Measured on the streams of ``benchmarks/speculation.py``, all kinds together."""
+_FIRST_GUESS: Final = Chances(0.25, 0.6)
+"""Of the streams of ``benchmarks/speculation.py`` all kinds together have more; but those that repeat much show it
+soon, and those that repeat little would lose by drafts until they have shown it."""
 _LONG_MATCH_GUESS: Final = Chances(0.7, 0.8)
 
 

@@ -56,7 +56,7 @@ def test_a_sequence_whose_drafts_are_wrong_has_fewer_and_is_tried_again() -> Non
     record, tried, num_tokens = Record(), list[int](), 0
     for num_tokens in range(400):
         chances = [record.chances(num_tokens)]
-        if share_out(chances, [16], 16, num_sampled=1, step_s=1.0, row_s=0.2)[0]:
+        if share_out(chances, [16], 16, num_sampled=1, step_s=1.0, row_s=0.1)[0]:
             tried.append(num_tokens)
             record.observe(num_tokens + 1, 2, 0)
     pauses = [later - earlier for earlier, later in pairwise(tried)]
