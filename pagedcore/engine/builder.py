@@ -50,6 +50,7 @@ from pagedcore.protocols import (
 from pagedcore.requests.input_processor import InputProcessor
 from pagedcore.requests.observers import EngineObserver
 from pagedcore.scheduler.batch_gate import BatchGate
+from pagedcore.scheduler.draft_costs import DraftCosts
 from pagedcore.scheduler.policy_guard import make_policy
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.speculation import Speculation
@@ -192,7 +193,7 @@ def _speculation(
         return None, f"off: {reason}"
     source = Drafts([one for one in rules.sources if one in DRAFTS_FROM])
     forced = grammars.forced if "grammar" in rules.sources else None
-    return Speculation(source, scheduler.costs, backend.vocab_size, rules.most, forced), "on"
+    return Speculation(source, DraftCosts(scheduler.costs.steps), backend.vocab_size, rules.most, forced), "on"
 
 
 def why_no_drafts(backend: ModelBackend, config: EngineConfig) -> str:

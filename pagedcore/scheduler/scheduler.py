@@ -265,7 +265,10 @@ class Scheduler:
 
     def observe(self, plan: SchedulePlan, seconds: float) -> None:
         """Learn how long a step took."""
-        self.costs.steps.observe(*plan.work, seconds)
+        prefill_tokens, num_rows, num_kv = plan.work
+        self.costs.steps.observe(prefill_tokens, num_rows, num_kv, seconds)
+        if self.speculation is not None and num_rows and prefill_tokens == plan.num_drafts:
+            self.speculation.costs.observe(num_rows, plan.num_drafts, seconds)
         for one in self.queues.observers:
             one.step_timed(plan, seconds)
 

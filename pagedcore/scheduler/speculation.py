@@ -18,7 +18,7 @@ from pagedcore.errors import InvalidDrafts
 from pagedcore.kv_cache.prefix_match import NO_MATCH
 from pagedcore.outputs import FinishReason
 from pagedcore.protocols import ForcedTokens
-from pagedcore.scheduler.cost_model import CostModel
+from pagedcore.scheduler.draft_costs import DraftCosts
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.sequence import Sequence
@@ -63,12 +63,12 @@ class Speculation:
     """
 
     def __init__(
-        self, source: DraftSource, costs: CostModel, vocab_size: int, most: int, forced: ForcedTokens | None = None
+        self, source: DraftSource, costs: DraftCosts, vocab_size: int, most: int, forced: ForcedTokens | None = None
     ) -> None:
         """Give at most ``most`` drafts to a row, and to one with a constraint what ``forced`` says, if it is given."""
         self._source: DraftSource | None = source
         self._forced = forced
-        self._costs, self._vocab_size, self._most = costs, vocab_size, most
+        self.costs, self._vocab_size, self._most = costs, vocab_size, most
         self._begun: set[int] = set()
         self.failure: InvalidDrafts | None = None
         """Why there are no drafts any more."""
@@ -127,9 +127,7 @@ class Speculation:
                 # Why first: whatever breaks the plan off, ``reset`` forgets what has begun, and what was about to.
                 self._begun.add(sequence.sequence_id)
                 source.begin(sequence.sequence_id, sequence.cache_root, sequence.token_ids)
-        times = self._costs.steps.times
-        step_s = times.seconds(0, len(rows), sum([row.end for row in rows]))
-        row_s = times.prefill_token_s + times.kv_token_s
+        step_s, row_s = self.costs.predict(len(rows), sum([row.end for row in rows]))
         room = state.num_draftable
         if room <= 0 or _LEAST_GAIN * step_s <= len(rows) * row_s:
             return

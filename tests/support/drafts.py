@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from pagedcore.drafting.offers import Chances
 from pagedcore.engine.engine import Engine
 from pagedcore.protocols import ForcedTokens
-from pagedcore.scheduler.cost_model import CostModel
+from pagedcore.scheduler.draft_costs import DraftCosts
 from pagedcore.scheduler.speculation import DraftSource, Speculation
+from pagedcore.scheduler.step_time import StepTimeModel
 
 Continues = Callable[[Sequence[int], int], Sequence[int]]
 """Says how tokens go on, for so many at most."""
@@ -57,9 +58,17 @@ class Adversary:
         return tuple(drafts[: rng.choice([most, rng.randint(1, most)])])
 
 
+class _FirstCosts(DraftCosts):
+    """What is thought before anything was measured, for ever: no number of drafts depends on the machine."""
+
+    def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
+        """Learn nothing."""
+
+
 def let_guess(
     engine: Engine, source: DraftSource, vocab_size: int, most: int = 6, forced: ForcedTokens | None = None
 ) -> Speculation:
     """Let an engine have drafts of a source wherever there is room: steps seem to cost what they do at first."""
-    speculation = engine.scheduler.speculation = Speculation(source, CostModel(), vocab_size, most, forced)
+    speculation = Speculation(source, _FirstCosts(StepTimeModel()), vocab_size, most, forced)
+    engine.scheduler.speculation = speculation
     return speculation

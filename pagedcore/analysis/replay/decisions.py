@@ -18,6 +18,7 @@ from pagedcore.config.speculation import MOST_DRAFTS
 from pagedcore.drafting.drafts import Drafts
 from pagedcore.errors import InternalError, PagedcoreError, RecordingError
 from pagedcore.plugins.manager import create_plugin_manager
+from pagedcore.scheduler.draft_costs import DraftCosts
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.policies import Policy
@@ -114,7 +115,7 @@ class RecordedDrafts(Speculation):
 
     def __init__(self, scheduler: Scheduler) -> None:
         """Give none until ``counts`` says so."""
-        super().__init__(Drafts(()), scheduler.costs, 1, MOST_DRAFTS)
+        super().__init__(Drafts(()), DraftCosts(scheduler.costs.steps), 1, MOST_DRAFTS)
         self.counts: dict[int, int] = {}
         """By sequence id, of the next plan."""
 
