@@ -177,8 +177,10 @@ def num_allowed(state: PlanState, row: ScheduledRow) -> int:
     """Return how many drafts a row may have, whatever they are worth."""
     sequence, size = row.sequence, state.blocks.block_size
     num_tokens = len(sequence.token_ids)
+    # Why a cached block at most: the row would take it for its next tokens, and leaves it unused if these are others.
+    num_blocks = max(state.num_unused_blocks, min(1, state.free))
     # Why: blocks are those of the positions, so the rest of the last one is its own.
-    num_positions = (-(-row.end // size) + state.num_unused_blocks) * size - row.end
+    num_positions = (-(-row.end // size) + num_blocks) * size - row.end
     # Why one less: each row has a token in any case, and so has the one of the last draft.
     most = min(state.num_draftable, num_positions, sequence.max_total_tokens - num_tokens - 1)
     if sequence.num_short_tokens is not None and not sequence.is_long:

@@ -343,8 +343,8 @@ def test_a_sequence_that_becomes_long_has_no_draft_behind_the_border() -> None:
 
 
 def test_drafts_have_what_is_left_and_nothing_is_taken_for_them() -> None:
-    """Tokens of the step, blocks that hold nothing, and logits: with none left there is none, and no block is evicted
-    or preempted for one.
+    """Tokens of the step, logits, and blocks that hold nothing, or one cached block that the row would take for its
+    next tokens: with none left there is none, and nothing is preempted for one.
     """
     for settings in ({"max_num_batched_tokens": 4}, {"num_kv_blocks": 8, "max_num_seqs": 4}):
         engine = guessing(Adversary(toy_answer, VOCAB_SIZE), **settings)
@@ -359,11 +359,31 @@ def test_drafts_have_what_is_left_and_nothing_is_taken_for_them() -> None:
             assert [(one.sequence, one.start, one.known_end) for one in plan.rows] == [
                 (one.sequence, one.start, one.end) for one in bare.rows]
             assert (plan.admitted, plan.preempted, plan.freed) == (bare.admitted, bare.preempted, bare.freed)
-            num_new = sum(row.num_new_blocks for row in plan.rows)
-            blocks = engine.scheduler.kv_cache.device
-            assert num_new == sum(row.num_new_blocks for row in bare.rows) or num_new <= blocks.num_unused_blocks
+            num_unused = engine.scheduler.kv_cache.device.num_unused_blocks
+            num_evicted = sum(row.num_new_blocks for row in plan.rows) - num_unused
+            num_grown = sum(row.num_new_blocks > other.num_new_blocks
+                            for row, other in zip(plan.rows, bare.rows, strict=True))
+            assert num_evicted <= sum(row.num_new_blocks for row in bare.rows) + num_grown
             engine.step()
         assert_all_free(engine)
+
+
+def test_drafts_go_on_where_every_block_of_the_pool_is_cached() -> None:
+    """A pool that earlier requests have filled gives a row one block ahead, and evicts no more for drafts."""
+    engine = guessing(right, num_kv_blocks=32, block_size=2)
+    for start in range(40):
+        engine.generate([[start % VOCAB_SIZE] * 9], SamplingParams(max_tokens=1))
+    assert engine.scheduler.kv_cache.device.num_unused_blocks == 0
+    request = engine.add_request(PROMPT, SamplingParams(max_tokens=28, ignore_eos=True))
+    engine.step()
+    num_steps = 0
+    while engine.has_pending_requests():
+        assert engine.scheduler.schedule().rows[0].num_new_blocks <= 2
+        engine.step()
+        num_steps += 1
+    assert list(engine.output_of(request).outputs[0].token_ids) == toy_answer(PROMPT, 28)
+    assert num_steps <= 14
+    assert_all_free(engine)
 
 
 def test_the_logits_of_drafts_are_bounded() -> None:
