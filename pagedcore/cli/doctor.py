@@ -33,12 +33,18 @@ def doctor(
     verify: Annotated[bool, typer.Option(
         "--verify", help="Read all packed weights of the model and compare their SHA-256."
     )] = False,
+    speculative_model: Annotated[
+        str | None, typer.Option(help="A smaller model: whether it has the tokens to guess for the model.")
+    ] = None,
 ) -> None:
     """Report the machine, the versions, the plugins and the choices of "auto", or how a model would be computed."""
     if model is not None:
         verified = verify_packed(model) if verify else {}
-        console().print(_facts(model, diagnosis(model) | verified))
+        guesses = whether_it_guesses(speculative_model, model) if speculative_model is not None else {}
+        console().print(_facts(model, diagnosis(model) | verified | guesses))
         return
+    if speculative_model is not None:
+        raise InvalidConfig("speculative_model: there is no model that it would guess for. Name one.")
     if verify:
         raise InvalidConfig("verify: there is no model to verify. Name one that has packed weights.")
     from pagedcore.cli.plugins import records_table
@@ -81,6 +87,25 @@ def verify_packed(model: str) -> dict[str, str]:
         raise InvalidConfig("verify: the model has no packed weights. Write them with pagedcore pack.")
     packed.verify()
     return {"packed weights": "undamaged: their SHA-256 is the one that was written with them"}
+
+
+def whether_it_guesses(small: str, model: str) -> dict[str, str]:
+    """Say whether a smaller model has the same tokens as a model, and what it takes."""
+    from pagedcore.cli.size import size_model
+    from pagedcore.config.engine_config import EngineConfig
+    from pagedcore.models.loading import load_tokenizer, model_source
+    from pagedcore.tokenizer.same_vocabulary import different_token, lists_tokens
+
+    sources = model_source(small, "speculative_model"), model_source(model)
+    one, other = (load_tokenizer(source, EngineConfig()) for source in sources)
+    taken = format_memory(size_model(sources[0], concurrency=1).weight_bytes)
+    if not (lists_tokens(one) and lists_tokens(other)):
+        said = f"weights {taken}; tokens cannot be compared, so both need the same number of them"
+    elif (token_id := different_token(one, other)) is None:
+        said = f"weights {taken}; its tokens are the model's"
+    else:
+        said = f"refused: its token {token_id} is another one than the model's"
+    return {"speculative_model": said}
 
 
 def _memory_of(source: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Column, Table
@@ -14,6 +15,10 @@ from rich.table import Column, Table
 from pagedcore import EngineConfig
 from pagedcore.cli.common import DtypeOption, KVDtypeOption, QuantizationOption, console, silence_transformers
 from pagedcore.config.memory_budget import format_memory, parse_memory
+
+if TYPE_CHECKING:
+    from pagedcore.protocols import AttentionFactory
+    from pagedcore_kernels.layout import BlockLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +58,27 @@ class SizeReport:
     num_sequences_that_fit: int
     context_that_fits: int
     """Tokens that each of ``concurrency`` sequences has room for, in whole blocks."""
+    speculative_model: str | None = None
+    """As in ``EngineConfig``."""
+    draft_weight_bytes: int = 0
+    """Its weights."""
+    draft_block_bytes: int = 0
+    """A block of its pool; it has as many as the model's own, and they are part of ``kv_bytes``."""
 
     @property
     def total_bytes(self) -> int:
         """Weights and KV together."""
-        return self.weight_bytes + self.kv_bytes
+        return self.weight_bytes + self.draft_weight_bytes + self.kv_bytes
+
+    @property
+    def pair_bytes(self) -> int:
+        """A block, and the one that ``speculative_model`` has beside it."""
+        return self.block_bytes + self.draft_block_bytes
+
+    @property
+    def draft_bytes(self) -> int:
+        """Weights and KV of ``speculative_model``."""
+        return self.draft_weight_bytes + self.num_blocks * self.draft_block_bytes
 
     @property
     def fits(self) -> bool:
@@ -71,6 +92,7 @@ class SizeReport:
             "dtype": self.dtype,
             **({"kv_cache_dtype": self.kv_cache_dtype} if self.kv_cache_dtype != "auto" else {}),
             **({"quantization": self.quantization} if self.quantization != "none" else {}),
+            **({"speculation": "auto", "speculative_model": self.speculative_model} if self.speculative_model else {}),
             "max_model_len": self.context, "max_num_seqs": self.concurrency,
             "max_num_batched_tokens": max(self.concurrency, EngineConfig().max_num_batched_tokens),
             "num_kv_blocks": max(1, min(self.num_blocks, self.num_blocks_that_fit)),
@@ -88,7 +110,9 @@ class SizeReport:
         if self.context_that_fits:
             changes.append(f"lower the context to {self.context_that_fits} tokens")
         is_kv_alike = self.kv_cache_dtype == "auto"
-        if is_kv_alike and self.int8_kv_bytes and self.weight_bytes + self.int8_kv_bytes <= self.memory:
+        if self.speculative_model and self.total_bytes - self.draft_bytes <= self.memory:
+            changes.append(f"leave speculative_model, which takes {format_memory(self.draft_bytes)}")
+        if is_kv_alike and self.int8_kv_bytes and self.total_bytes - self.kv_bytes + self.int8_kv_bytes <= self.memory:
             changes.append(f"take kv_cache_dtype int8, in which KV takes {format_memory(self.int8_kv_bytes)}")
         if self.dtype == "float32" and (self.weight_bytes + self.kv_bytes * is_kv_alike) // 2 >= self._missing_bytes:
             changes.append(f"take dtype bfloat16, which halves weights{' and KV' if is_kv_alike else ''}")
@@ -109,6 +133,7 @@ class SizeReport:
 def size_model(
     model: str | os.PathLike[str], *, context: int | None = None, concurrency: int | None = None, dtype: str = "auto",
     kv_cache_dtype: str = "auto", quantization: str = "none", memory: int | float | str | None = None,
+    speculative_model: str | None = None,
 ) -> SizeReport:
     """Return what ``model`` takes; its configuration is read, its weights are not.
 
@@ -120,6 +145,7 @@ def size_model(
         kv_cache_dtype: as in ``EngineConfig``.
         quantization: as in ``EngineConfig``.
         memory: bytes, text or a share of free memory, for weights and KV; ``None``: what is free now.
+        speculative_model: as in ``EngineConfig``.
 
     Raises:
         InvalidConfig: an argument is out of range, there is no such model, or it cannot run here.
@@ -140,31 +166,50 @@ def size_model(
                           max_num_batched_tokens=max(sequences, defaults.max_num_batched_tokens))
     free_bytes = free_memory_bytes()
     given = parse_memory(memory, free_bytes=free_bytes, what="memory")
-    plan = plan_backend(model, config, create_plugin_manager().registry.attention.load)
+    plan = plan_backend(model, config, load := create_plugin_manager().registry.attention.load)
+    draft_weights, draft_block = _sizes_of_draft_model(speculative_model, config, plan.layout.block_size, load)
     layout, layers, most = plan.layout, Counter(plan.layout.layers), free_bytes if given is None else given
     length = context_length(plan.max_model_len, config)
-    # Why not always: the inputs of convolutions, which are values without keys, stay in the model's format.
-    in_int8 = Int8KVLayout(layout.block_size, int8, layout.layers, layout.model_dtype) if all(
-        layer.key_head_size for layer in layers) else None
-    scale_bytes = SCALE_BYTES if layout == in_int8 else 0
-    bytes_per_token = sum(
-        n * layer.num_kv_heads * (size * layout.dtype.itemsize + scale_bytes)
-        for layer, n in layers.items() for size in (layer.key_head_size, layer.value_head_size))
-    blocks_per_sequence = -(-length // layout.block_size)
-    num_blocks = sequences * blocks_per_sequence
-    num_blocks_that_fit = max(0, most - plan.weight_bytes) // layout.block_bytes
+    has_convolutions = not all(layer.key_head_size for layer in layers)  # whose inputs stay in the model's format
+    in_int8 = None if has_convolutions else Int8KVLayout(layout.block_size, int8, layout.layers, layout.model_dtype)
+    of_token = _bytes_per_token(layout, SCALE_BYTES if layout == in_int8 else 0)
+    num_blocks = sequences * (blocks_per_sequence := -(-length // layout.block_size))
+    pair_bytes = layout.block_bytes + draft_block
+    num_blocks_that_fit = max(0, most - plan.weight_bytes - draft_weights) // pair_bytes
     return SizeReport(
         model=model_name(model), dtype=str(layout.model_dtype).removeprefix("torch."),
         kv_cache_dtype=kv_cache_dtype, quantization=quantization, max_model_len=plan.max_model_len,
         num_parameters=plan.num_parameters, weight_bytes=plan.weight_bytes,
         layers=[{"num_layers": n, **asdict(layer)} for layer, n in layers.items()],
         context=length, concurrency=sequences, block_size=layout.block_size, block_bytes=layout.block_bytes,
-        bytes_per_token=bytes_per_token, padding_bytes=layout.block_bytes - layout.block_size * bytes_per_token,
-        blocks_per_sequence=blocks_per_sequence, num_blocks=num_blocks, kv_bytes=num_blocks * layout.block_bytes,
-        int8_kv_bytes=None if in_int8 is None else num_blocks * in_int8.block_bytes, memory=most,
-        num_blocks_that_fit=num_blocks_that_fit, num_sequences_that_fit=num_blocks_that_fit // blocks_per_sequence,
+        bytes_per_token=of_token, padding_bytes=layout.block_bytes - layout.block_size * of_token,
+        blocks_per_sequence=blocks_per_sequence, num_blocks=num_blocks, kv_bytes=num_blocks * pair_bytes,
+        int8_kv_bytes=None if in_int8 is None else num_blocks * (in_int8.block_bytes + draft_block),
+        memory=most, num_blocks_that_fit=num_blocks_that_fit, speculative_model=speculative_model,
+        num_sequences_that_fit=num_blocks_that_fit // blocks_per_sequence,
         context_that_fits=min(length, num_blocks_that_fit // sequences * layout.block_size),
+        draft_weight_bytes=draft_weights, draft_block_bytes=draft_block,
     )
+
+
+def _bytes_per_token(layout: BlockLayout, scale_bytes: int) -> int:
+    """Return the bytes of K and V of a token over all layers, with so many for the scale of each head."""
+    return sum(layer.num_kv_heads * (size * layout.dtype.itemsize + scale_bytes)
+               for layer in layout.layers for size in (layer.key_head_size, layer.value_head_size))
+
+
+def _sizes_of_draft_model(
+    name: str | None, config: EngineConfig, block_size: int, load: Callable[[str], AttentionFactory]
+) -> tuple[int, int]:
+    """Return the bytes of weights and of a block of ``speculative_model``."""
+    from pagedcore.engine.draft_models import settings_of_draft_model
+    from pagedcore.models.loading import model_source, plan_backend
+
+    if name is None:
+        return 0, 0
+    source = model_source(name, "speculative_model")
+    plan = plan_backend(source, settings_of_draft_model(config, block_size), load)
+    return plan.weight_bytes, plan.layout.block_bytes
 
 
 def size(
@@ -181,12 +226,16 @@ def size(
     memory: Annotated[
         str | None, typer.Option(help='For weights and KV, such as "2GiB"; else what is free on this machine.')
     ] = None,
+    speculative_model: Annotated[
+        str | None, typer.Option(help="A smaller model beside it that guesses; with its weights and KV.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; sizes in bytes.")] = False,
 ) -> None:
     """Say how much memory a model takes for so many sequences, and what fits."""
     silence_transformers()  # Why: remarks about a configuration would stand between the figures
     report = size_model(model, context=context, concurrency=concurrency, dtype=dtype or "auto", memory=memory,
-                        kv_cache_dtype=kv_cache_dtype or "auto", quantization=quantization or "none")
+                        kv_cache_dtype=kv_cache_dtype or "auto", quantization=quantization or "none",
+                        speculative_model=speculative_model)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
         return
@@ -197,7 +246,9 @@ def size(
     for what, num_bytes, how in (
         ("KV of a token", report.bytes_per_token, _token_sum(report)),
         ("a block", report.block_bytes, f"{report.block_size} tokens, {report.padding_bytes:,} bytes of it padding"),
-        ("a sequence", report.blocks_per_sequence * report.block_bytes,
+        *([("a block beside", report.draft_block_bytes, f"of {report.speculative_model}, which guesses")]
+          if report.speculative_model else []),
+        ("a sequence", report.blocks_per_sequence * report.pair_bytes,
          f"{tokens} in {report.blocks_per_sequence:,} blocks"),
         ("all sequences", report.kv_bytes, f"{report.concurrency:,} sequences, {report.num_blocks:,} blocks, "
          f"{format_memory(report.kv_bytes)}: what an engine allocates"),
@@ -205,9 +256,12 @@ def size(
          f"{report.concurrency:,} x {tokens}, as the formula counts"),
         ("weights, about", report.weight_bytes,
          f"{report.num_parameters:,} parameters, {format_memory(report.weight_bytes)}"),
+        *([("weights beside", report.draft_weight_bytes,
+            f"of {report.speculative_model}, {format_memory(report.draft_weight_bytes)}")]
+          if report.speculative_model else []),
         ("memory", report.memory,
          f"{format_memory(report.memory)} {'free on this machine' if memory is None else 'given'}"),
-        ("room for KV", report.num_blocks_that_fit * report.block_bytes,
+        ("room for KV", report.num_blocks_that_fit * report.pair_bytes,
          f"{report.num_blocks_that_fit:,} blocks: {report.num_sequences_that_fit:,} sequences of {tokens} at once"),
     ):
         table.add_row(what, f"{num_bytes:,}", how)

@@ -25,13 +25,13 @@ BESIDE_SETTINGS: Final = ("config", "plugins", "stream_interval_s", "dead_after_
 """Keywords of ``from_pretrained``, an ``AsyncEngine``'s among them, that are no settings."""
 _ALIASES: Final = {"max_batch_size": "max_num_seqs", "max_batch_tokens": "max_num_batched_tokens"}
 _ONE_DEVICE: Final = "An engine computes on one device; start several processes to use more."
-_OWN_GUESSES: Final = 'Say speculation="auto"; there is no second model that guesses.'
+_GUESSES: Final = 'Say speculation="auto"; a second model that guesses is speculative_model=DIR beside it.'
 _NAMED: Final = listed(f'"{name}"' for name in SCHEMES)
 _BITS: Final = f"Say quantization={_NAMED}; files that are quantised say it themselves."
 _OF_OTHERS: Final = {
     "enable_lora": "Adapters are not read; merge them into the weights first.",
     "tensor_parallel_size": _ONE_DEVICE, "pipeline_parallel_size": _ONE_DEVICE, "data_parallel_size": _ONE_DEVICE,
-    "speculative_config": _OWN_GUESSES, "speculative_model": _OWN_GUESSES, "num_speculative_tokens": _OWN_GUESSES,
+    "speculative_config": _GUESSES, "num_speculative_tokens": _GUESSES,
     "quantization_config": _BITS, "load_in_8bit": _BITS, "load_in_4bit": _BITS,
     "gpu_memory_utilization": 'Say kv_cache_memory="4GiB", or num_kv_blocks.',
     "swap_space": 'Say host_kv_memory="4GiB".',
@@ -83,6 +83,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "check_invariants": rules.BOOLEAN,
     "flight_recorder": rules.one_of("off", "on", "tokens"),
     "speculation": SPECULATION,
+    "speculative_model": rules.NAME.or_none(),
     "seed": rules.integer(0, MAX_SEED),
 }
 
@@ -203,6 +204,9 @@ class EngineConfig:
     speculation: str | Mapping[str, Any] = field(default="off", hash=False)
     """Whether a step computes several tokens of a completion where they can be guessed: answers are the same, and come
     sooner. "auto" where the model can, "off" nowhere; ``{"sources": ["text"], "most": 8}`` as said, or refused."""
+    speculative_model: str | None = None
+    """A smaller model with the same tokenizer that guesses too: a directory, GGUF file or hub id. It takes its weights,
+    and a KV pool of as many blocks as the engine's. ``None``: there is none."""
     seed: int = 0
     """Seeds of requests without one are derived from it."""
 
@@ -219,6 +223,8 @@ class EngineConfig:
             raise InvalidConfig(
                 f"min_batch_size: got {self.min_batch_size}, allowed is at most {self.max_num_seqs} (max_num_seqs)."
             )
+        if self.speculative_model is not None and self.speculation == "off":
+            raise InvalidConfig('speculative_model: got a name, allowed is None with speculation="off"; say "auto".')
         if self.phases == "separate" and self.prefill_share < 1.0:
             raise InvalidConfig(
                 f"prefill_share: got {self.prefill_share}, allowed is 1.0 with phases=\"separate\", whose steps have "

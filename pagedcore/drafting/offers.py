@@ -6,7 +6,7 @@ Pure numbers, so that whoever plans a step, predicts or replays one decides in t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
 from typing import Final, NamedTuple
 
@@ -26,9 +26,12 @@ class Chances(NamedTuple):
     first: float
     further: float
     """Of one whose predecessor was right. It is higher: where a text begins to repeat itself, it goes on."""
+    each_s: float = 0.0
+    """What it takes to make one of them."""
 
 
 NO_CHANCES: Final = Chances(0.0, 0.0)
+_LEAST_S: Final = 1e-12
 _FIRST_GUESS: Final = Chances(0.25, 0.6)
 """Of the streams of ``benchmarks/speculation.py`` all kinds together have more; but those that repeat much show it
 soon, and those that repeat little would lose by drafts until they have shown it."""
@@ -43,13 +46,19 @@ class Record:
     made again is the same.
     """
 
-    num_first_right: float = _FIRST_WEIGHT * _FIRST_GUESS.first
-    num_first: float = _FIRST_WEIGHT
-    num_further_right: float = _FIRST_WEIGHT * _FIRST_GUESS.further
-    num_further: float = _FIRST_WEIGHT
-    pause: int = _FIRST_PAUSE
-    tried_again_at: int = 0
+    guess: Chances = _FIRST_GUESS
+    """What is said before any did."""
+    num_first_right: float = field(init=False)
+    num_first: float = field(init=False, default=_FIRST_WEIGHT)
+    num_further_right: float = field(init=False)
+    num_further: float = field(init=False, default=_FIRST_WEIGHT)
+    pause: int = field(init=False, default=_FIRST_PAUSE)
+    tried_again_at: int = field(init=False, default=0)
     """With so many tokens the first guess is taken again, if it is higher."""
+
+    def __post_init__(self) -> None:
+        self.num_first_right = _FIRST_WEIGHT * self.guess.first
+        self.num_further_right = _FIRST_WEIGHT * self.guess.further
 
     def observe(self, num_tokens: int, num_offered: int, num_kept: int) -> None:
         """Learn how the drafts of a step did.
@@ -81,7 +90,7 @@ class Record:
         if is_long_match:
             least = _LONG_MATCH_GUESS
         elif num_tokens >= self.tried_again_at:
-            least = _FIRST_GUESS
+            least = self.guess
         return Chances(max(first, least.first), max(further, least.further))
 
 
@@ -102,15 +111,17 @@ def share_out(
         row_s: what one more row takes.
     """
     counts, tokens, seconds = [0] * len(chances), float(num_sampled), step_s
-    # Why: each draft is less likely than the one before it, so the likeliest of all that come next is the best.
-    heap = [(-one.first, place) for place, one in enumerate(chances) if rooms[place] > 0]
+    # Why: each draft is less likely than the one before it, and costs as much, so the best of all that come next for
+    # what it costs is the best.
+    costs = [max(row_s + one.each_s, _LEAST_S) for one in chances]
+    heap = [(-one.first / costs[place], place, one.first) for place, one in enumerate(chances) if rooms[place] > 0]
     heapify(heap)
     while heap and room > 0:
-        likely, place = -heap[0][0], heap[0][1]
-        if likely * seconds <= tokens * row_s:
+        _, place, likely = heap[0]
+        if likely * seconds <= tokens * costs[place]:
             break
-        tokens, seconds, room = tokens + likely, seconds + row_s, room - 1
+        tokens, seconds, room = tokens + likely, seconds + costs[place], room - 1
         counts[place] += 1
-        is_full = counts[place] >= rooms[place]
-        heapreplace(heap, (0.0 if is_full else -likely * chances[place].further, place))
+        likely = 0.0 if counts[place] >= rooms[place] else likely * chances[place].further
+        heapreplace(heap, (-likely / costs[place], place, likely))
     return counts

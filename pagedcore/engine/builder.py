@@ -20,6 +20,7 @@ from pagedcore.config.speculation import rules_of
 from pagedcore.drafting.drafts import SOURCES as DRAFTS_FROM
 from pagedcore.drafting.drafts import Drafts
 from pagedcore.embedding_defaults import EmbeddingDefaults
+from pagedcore.engine.draft_models import LoadedDraftModel, load_draft_model
 from pagedcore.engine.kv_memory import KVMemory, context_length
 from pagedcore.errors import InvalidConfig
 from pagedcore.execution.compute_threads import ComputeThreads
@@ -60,6 +61,7 @@ from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.openmp import usable_torch
 
 if TYPE_CHECKING:
+    from pagedcore.execution.draft_model import DraftModel
     from pagedcore.plugins.manager import PluginManager
     from pagedcore.plugins.registry import Registry, Table
     from pagedcore.protocols import CacheStore, ModelBackend, Tokenizer
@@ -125,9 +127,11 @@ def build_components(
         text = _as_tokenizer(tokenizer) if is_object else load_tokenizer(named, config)
         if config.chat_template is not None:
             text = _with_template(text, config.chat_template)
-        memory = KVMemory(backend, config)
+        with usable_torch():
+            draft = _load_draft_model(config, backend, text, manager)
+        memory = KVMemory(backend, config, draft)
         try:
-            return _assemble(model_name(model), config, manager, policy, backend, text, memory, tokenizer)
+            return _assemble(model_name(model), config, manager, policy, backend, text, memory, tokenizer, draft)
         except BaseException:
             # Why: the backend may be the user's own, and shall make the next engine.
             memory.close()
@@ -136,7 +140,7 @@ def build_components(
 
 def _assemble(
     name: str, config: EngineConfig, manager: PluginManager, policy: Policy, backend: ModelBackend,
-    text: Tokenizer | None, memory: KVMemory, tokenizer: Any,
+    text: Tokenizer | None, memory: KVMemory, tokenizer: Any, draft: LoadedDraftModel | None,
 ) -> EngineComponents:
     kv_cache = KVCacheManager(
         memory.num_blocks, memory.block_size, num_host_blocks=memory.num_host_blocks,
@@ -162,7 +166,8 @@ def _assemble(
         gate=BatchGate(config.min_batch_size, config.max_wait_s), phases=config.phases,
         prefill_share=config.prefill_share,
     )
-    scheduler.speculation, speculation = _speculation(backend, config, scheduler, grammars)
+    drafting = draft.with_pool(memory.num_blocks, memory.block_size, backend.vocab_size, config) if draft else None
+    scheduler.speculation, speculation = _speculation(backend, config, scheduler, grammars, drafting)
     observers = _promise_deadlines(scheduler) if policy.promises else ()
     store, form = memory.store, kv_format(backend, memory.block_size)
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
@@ -181,7 +186,7 @@ def _assemble(
 
 
 def _speculation(
-    backend: ModelBackend, config: EngineConfig, scheduler: Scheduler, grammars: Grammars
+    backend: ModelBackend, config: EngineConfig, scheduler: Scheduler, grammars: Grammars, model: DraftModel | None
 ) -> tuple[Speculation | None, str]:
     """Return what gives rows drafts, and whether there is that, in words."""
     rules = rules_of(config.speculation)
@@ -193,7 +198,17 @@ def _speculation(
         return None, f"off: {reason}"
     source = Drafts([one for one in rules.sources if one in DRAFTS_FROM])
     forced = grammars.forced if "grammar" in rules.sources else None
-    return Speculation(source, DraftCosts(scheduler.costs.steps), backend.vocab_size, rules.most, forced), "on"
+    return Speculation(source, DraftCosts(scheduler.costs.steps), backend.vocab_size, rules.most, forced, model), "on"
+
+
+def _load_draft_model(
+    config: EngineConfig, backend: ModelBackend, text: Tokenizer | None, manager: PluginManager
+) -> LoadedDraftModel | None:
+    if config.speculative_model is None:
+        return None
+    if reason := why_no_drafts(backend, config):
+        raise InvalidConfig(f"speculative_model: got a name, allowed is None here: {reason}.")
+    return load_draft_model(config, backend, text, manager.registry)
 
 
 def why_no_drafts(backend: ModelBackend, config: EngineConfig) -> str:

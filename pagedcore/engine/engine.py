@@ -545,8 +545,11 @@ class Engine(JudgesTexts, TextVerbs):
 
     def _speculation(self) -> str:
         speculation = self.scheduler.speculation
-        failure = speculation.failure if speculation is not None else None
-        return self.components.speculation if failure is None else f"off: {failure}"
+        if speculation is not None and speculation.failure is not None:
+            return f"off: {speculation.failure}"
+        if speculation is not None and speculation.model_failure is not None:
+            return f"on, but {speculation.model_failure}"
+        return self.components.speculation
 
     @property
     def is_stalled(self) -> bool:

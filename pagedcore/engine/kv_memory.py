@@ -19,6 +19,7 @@ from pagedcore.execution.machine import free_memory_bytes
 from pagedcore.protocols import HostsKVPool, MeasuresSteps, MovesKVBlocks
 
 if TYPE_CHECKING:
+    from pagedcore.engine.draft_models import LoadedDraftModel
     from pagedcore.protocols import CacheStore, ModelBackend
 
 _log = logging.getLogger("pagedcore")
@@ -33,24 +34,35 @@ class KVMemory:
     Invariant: what was drawn from a budget goes back when the pool is closed or lost, and not before.
     """
 
-    def __init__(self, backend: ModelBackend, config: EngineConfig) -> None:
+    def __init__(
+        self, backend: ModelBackend, config: EngineConfig, draft: LoadedDraftModel | None = None
+    ) -> None:
         """Choose the number of blocks, draw their bytes from the budget if there is one, and allocate.
+
+        A model that guesses has as many blocks in a pool of its own: sizes and budgets are those of both together, and
+        a budget has its weights too.
 
         Raises:
             InvalidConfig: the setting has not room for one block, or the machine does not give so much.
             MemoryBudgetExceeded: the budget has not that much left.
         """
-        pool = backend if isinstance(backend, HostsKVPool) else _PlainPool(backend)
+        pool = _pool_of(backend)
         self.block_size = config.block_size if config.block_size is not None else backend.block_size
-        self._block_bytes = pool.kv_block_bytes(self.block_size)
+        self._own_bytes = pool.kv_block_bytes(self.block_size)
+        beside = _pool_of(draft.backend) if draft is not None else None
+        self._block_bytes = self._own_bytes + (beside.kv_block_bytes(self.block_size) if beside is not None else 0)
+        self._weight_bytes = draft.weight_bytes if draft is not None else 0
         self._length = context_length(backend.max_model_len, config)
         free_bytes, self.num_host_blocks = pool.free_kv_bytes(), self._choose_num_host_blocks(config)
         with ExitStack() as undo:
             self.num_blocks = self._choose_num_blocks(backend, config, free_bytes, undo)
-            self.num_bytes = self.num_blocks * self._block_bytes
-            """Bytes of the pool, padding included."""
+            self.num_bytes = self.num_blocks * self._own_bytes
+            """Bytes of the pool, padding included, without that of a model that guesses."""
             backend.allocate_kv(self.num_blocks, self.block_size)
             undo.callback(pool.release_kv)
+            if draft is not None and beside is not None:
+                draft.backend.allocate_kv(self.num_blocks, self.block_size)
+                undo.callback(beside.release_kv)
             self.store: CacheStore | None = backend.cache_store if isinstance(backend, MovesKVBlocks) else None
             """What moves the blocks, where the backend has that."""
             if self.num_host_blocks:
@@ -68,12 +80,12 @@ class KVMemory:
     def _choose_num_host_blocks(self, config: EngineConfig) -> int:
         free_bytes = free_memory_bytes()
         num_bytes = parse_memory(config.host_kv_memory, free_bytes=free_bytes, what="host_kv_memory")
-        if num_bytes is not None and not self._block_bytes <= num_bytes <= free_bytes:
+        if num_bytes is not None and not self._own_bytes <= num_bytes <= free_bytes:
             raise InvalidConfig(
-                f"host_kv_memory: got {num_bytes} bytes, allowed is at least one block ({self._block_bytes} bytes) and "
+                f"host_kv_memory: got {num_bytes} bytes, allowed is at least one block ({self._own_bytes} bytes) and "
                 f"at most the {free_bytes} bytes that are free."
             )
-        return 0 if num_bytes is None else num_bytes // self._block_bytes
+        return 0 if num_bytes is None else num_bytes // self._own_bytes
 
     def _allocate_host(self, store: CacheStore | None) -> None:
         if store is None:
@@ -101,13 +113,16 @@ class KVMemory:
     def _draw(self, source: MemoryBudget | BudgetShare, config: EngineConfig, undo: ExitStack) -> int:
         unit, wanted = self._block_bytes, config.num_kv_blocks
         if isinstance(source, BudgetShare):
-            wanted = wanted if wanted is not None else self._whole_blocks(source.num_bytes)
-            if wanted * unit > source.num_bytes:
+            num_bytes = source.num_bytes - self._weight_bytes
+            wanted = wanted if wanted is not None else self._whole_blocks(num_bytes)
+            if wanted * unit > num_bytes:
                 raise InvalidConfig(
                     f"num_kv_blocks: got {wanted} ({wanted * unit} bytes), allowed is up to "
-                    f"{source.num_bytes // unit}, this engine's share of the memory budget."
+                    f"{num_bytes // unit}, this engine's share of the memory budget."
                 )
             source = source.budget
+        if self._weight_bytes:
+            undo.callback(source.draw(self._weight_bytes).close)
         at_most = wanted if wanted is not None else self._useful_blocks(config)
         lease = source.draw((wanted or 1) * unit, at_most * unit, unit=unit)
         undo.callback(lease.close)
@@ -125,17 +140,22 @@ class KVMemory:
         return config.max_num_seqs * -(-self._length // self.block_size)
 
     def _log_sum(self, free_bytes: int) -> None:
+        num_bytes = self.num_blocks * self._block_bytes
         _log.info(
             "KV pool: %d blocks of %d tokens, %d bytes each: %s in all, for %d tokens or %d sequences of %d tokens; "
             "%s of memory were free", self.num_blocks, self.block_size, self._block_bytes,
-            format_memory(self.num_bytes), self.num_blocks * self.block_size,
+            format_memory(num_bytes), self.num_blocks * self.block_size,
             self.num_blocks // -(-self._length // self.block_size), self._length, format_memory(free_bytes),
         )
-        if self.num_bytes > free_bytes:
+        if num_bytes > free_bytes:
             _log.warning(
                 "KV pool: its %s are more than the %s of memory that were free; lower kv_cache_memory or num_kv_blocks",
-                format_memory(self.num_bytes), format_memory(free_bytes),
+                format_memory(num_bytes), format_memory(free_bytes),
             )
+
+
+def _pool_of(backend: ModelBackend) -> HostsKVPool:
+    return backend if isinstance(backend, HostsKVPool) else _PlainPool(backend)
 
 
 @dataclass(frozen=True, slots=True)

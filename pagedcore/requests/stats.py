@@ -53,7 +53,8 @@ class EngineStats(SchedulerStats):
     dtype: str
     is_schedule_invariant: bool
     speculation: str = "off"
-    """Whether tokens are guessed ahead: "on", or "off" and, where it was asked for, the reason."""
+    """Whether tokens are guessed ahead: "on", or "off" and, where it was asked for, the reason; "on" with why
+    ``speculative_model`` guesses no more, if that has failed."""
 
     @property
     def goodput(self) -> float:

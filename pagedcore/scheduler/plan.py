@@ -133,6 +133,8 @@ class SchedulePlan:
     static one runs); empty if it did not."""
     num_drafts: int = 0
     """Of all rows together: how many of the tokens are drafts."""
+    to_draft: tuple[tuple[Sequence, int], ...] = ()
+    """Sequences that a model might be asked for so many drafts of, after which another plan is made."""
     num_tokens: int = field(init=False)
     """Tokens computed in this step."""
     moves_blocks: bool = field(init=False)

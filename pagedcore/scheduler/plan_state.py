@@ -61,6 +61,7 @@ class PlanState:
         self.preempted: dict[int, Preemption] = {}
         self.freed: dict[int, Sequence] = {}
         self.swap_ins: list[SwapIn] = []
+        self.to_draft: list[tuple[Sequence, int]] = []
         self.num_stalled_rows = self.num_deferred = self.num_drafts = 0
         self.capped: list[int] = []
         self.stopped_by = ""

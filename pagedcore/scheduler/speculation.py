@@ -1,8 +1,8 @@
 """Which rows of a plan have drafts, and how many: tokens that may follow, computed in the step that draws the first.
 
-Drafts get what everything else in a plan has left of tokens, and of blocks that hold nothing, so nothing is preempted,
-delayed or evicted for them. ``drafting`` says what may follow and how many are worth their rows, which in a full batch
-are none. That they change no answer is the law of ``Sampler.sample_drafted``.
+Drafts get what everything else in a plan has left of tokens, and of blocks that hold nothing, so nothing is preempted
+or delayed for them. ``drafting`` says what may follow and how many are worth their rows, which in a full batch are
+none. That they change no answer is the law of ``Sampler.sample_drafted``.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as ListOf
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from pagedcore.drafting.offers import Chances, share_out
@@ -54,6 +55,45 @@ class DraftSource(Protocol):
         """
 
 
+class DraftingModel(Protocol):
+    """A model that says what may follow. What it says is computed between two plans, for all sequences together.
+
+    It need not be right, and is not trusted. Until ``draft``, ``observe``, ``forget`` or ``reset`` it says the same.
+    """
+
+    def chances(self, sequences: ListOf[Sequence]) -> ListOf[Chances]:
+        """Return how likely drafts would be right, and what each would take if all of these had some."""
+
+    def answer(self, sequence: Sequence) -> tuple[int, ...] | None:
+        """Return the drafts behind the tokens of a sequence; ``None`` if ``draft`` was not asked for these."""
+
+    def draft(self, asked: ListOf[tuple[Sequence, int]]) -> None:
+        """Make drafts behind the tokens of sequences, at most so many each."""
+
+    def observe(self, sequence: Sequence, num_offered: int, num_kept: int) -> None:
+        """Learn how many of the drafts of a row were right, the first ones."""
+
+    def forget(self, sequence_id: int) -> None:
+        """Note that a sequence has ended, if it is known."""
+
+    def reset(self) -> None:
+        """Forget all sequences, in whatever state something that broke off has left them."""
+
+
+@dataclass(slots=True)
+class _Offer:
+    """Where drafts of one row would come from."""
+
+    row: ScheduledRow
+    chances: Chances
+    room: int
+    forced: tuple[int, ...] = ()
+    answer: tuple[int, ...] | None = None
+    """What the model says; ``None``: drafts come from elsewhere."""
+    is_asked: bool = False
+    """Whether the model would have to be asked first."""
+
+
 class Speculation:
     """Gives rows of a plan drafts.
 
@@ -63,15 +103,22 @@ class Speculation:
     """
 
     def __init__(
-        self, source: DraftSource, costs: DraftCosts, vocab_size: int, most: int, forced: ForcedTokens | None = None
+        self, source: DraftSource, costs: DraftCosts, vocab_size: int, most: int, forced: ForcedTokens | None = None,
+        model: DraftingModel | None = None,
     ) -> None:
-        """Give at most ``most`` drafts to a row, and to one with a constraint what ``forced`` says, if it is given."""
+        """Give at most ``most`` drafts to a row, and to one with a constraint what ``forced`` says, if it is given;
+        where ``model`` is more likely to be right than the source, its drafts.
+        """
         self._source: DraftSource | None = source
-        self._forced = forced
+        self._forced, self._model = forced, model
+        self._of_model: set[int] = set()
+        """Sequences whose drafts in the latest plan are the model's."""
         self.costs, self._vocab_size, self._most = costs, vocab_size, most
         self._begun: set[int] = set()
         self.failure: InvalidDrafts | None = None
         """Why there are no drafts any more."""
+        self.model_failure: InvalidDrafts | None = None
+        """Why the model makes none any more."""
 
     def add_drafts(self, state: PlanState) -> None:
         """Let the rows of a plan that decode have drafts, as long as there is room."""
@@ -81,12 +128,29 @@ class Speculation:
         with self._asking():
             self._add_drafts(state, rows, self._source)
 
+    def draft(self, asked: ListOf[tuple[Sequence, int]]) -> None:
+        """Let the model make the drafts that a plan has asked for; another plan has them. It may fail, which ends
+        nothing but its drafts.
+        """
+        if self._model is None:
+            return
+        try:
+            self._model.draft(asked)
+        except Exception as error:  # memory may lack for the drafts alone
+            self._model = None
+            self.model_failure = InvalidDrafts(f"no drafts of speculative_model any more, after {type(error).__name__}")
+            self.model_failure.__cause__ = error
+            _log.error("speculation: %s; the engine continues without", self.model_failure)
+
     def learn(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
         """Learn how many of the drafts of a row were right."""
         if self._source is None or sequence.sequence_id not in self._begun:
             return
         with self._asking():
-            self._source.observe(sequence.sequence_id, len(sequence.token_ids), num_drafts, num_right)
+            if self._model is not None and sequence.sequence_id in self._of_model:
+                self._model.observe(sequence, num_drafts, num_right)
+            else:
+                self._source.observe(sequence.sequence_id, len(sequence.token_ids), num_drafts, num_right)
 
     def forget(self, sequence: Sequence, reason: FinishReason) -> None:
         """Forget a sequence that has ended."""
@@ -94,6 +158,8 @@ class Speculation:
             return
         with self._asking():
             self._source.forget(sequence.sequence_id, sequence.token_ids, reason in ("stop", "length"))
+            if self._model is not None:
+                self._model.forget(sequence.sequence_id)
         self._begun.discard(sequence.sequence_id)
 
     def reset(self) -> None:
@@ -102,12 +168,15 @@ class Speculation:
             with self._asking():
                 for number in self._begun:
                     self._source.forget(number, (), False)
-        self._begun = set()
+                if self._model is not None:
+                    self._model.reset()
+        self._begun, self._of_model = set(), set()
 
     def give_up(self, error: Exception) -> None:
         """Give no drafts any more, after a failure of the source or of a model that computed some."""
         if self.failure is None:
-            self.failure, self._source = InvalidDrafts(f"no drafts any more, after {type(error).__name__}"), None
+            self.failure = InvalidDrafts(f"no drafts any more, after {type(error).__name__}")
+            self._source = self._model = None
             self.failure.__cause__, self._begun = error, set()
             _log.error("speculation: %s; the engine continues without", self.failure)
 
@@ -131,23 +200,50 @@ class Speculation:
         room = state.num_draftable
         if room <= 0 or _LEAST_GAIN * step_s <= len(rows) * row_s:
             return
-        forced = [self._forced_of(row.sequence) for row in rows]
-        chances = [
-            source.chances(row.sequence.sequence_id, row.sequence.token_ids) if not one else _FORCED
-            for row, one in zip(rows, forced, strict=True)
-        ]
-        rooms = [min(self._most, num_allowed(state, row)) for row in rows]
-        counts = share_out(chances, rooms, room, num_sampled=len(rows), step_s=step_s, row_s=row_s)
-        for row, count, one in zip(rows, counts, forced, strict=True):
+        offers = self._offers(rows, source)
+        for one in offers:
+            one.room = min(one.room, num_allowed(state, one.row))
+        counts = share_out([one.chances for one in offers], [one.room for one in offers], room, num_sampled=len(rows),
+                           step_s=step_s, row_s=row_s)
+        self._of_model = set()
+        for one, count in zip(offers, counts, strict=True):
             # Why again: rows before this one may have taken the blocks.
-            if (most := min(count, num_allowed(state, row))) > 0:
-                drafts = source.propose(row.sequence.sequence_id, row.sequence.token_ids, most)
-                self._require_tokens(drafts, most)
-                # Why: what is certain is followed by what is likely, where the two agree.
-                if one and drafts[: len(one)] != one[:most]:
-                    drafts = one[:most]
-                if drafts:
-                    state.add_drafts(row, drafts)
+            if (most := min(count, num_allowed(state, one.row))) <= 0:
+                continue
+            if one.is_asked:
+                state.to_draft.append((one.row.sequence, most))
+            elif drafts := self._drafts_of(one, most, source):
+                state.add_drafts(one.row, drafts)
+
+    def _offers(self, rows: ListOf[ScheduledRow], source: DraftSource) -> list[_Offer]:
+        """Return for each row what is likelier to be right: what the source says, or the model."""
+        offers = []
+        for row in rows:
+            forced, sequence = self._forced_of(row.sequence), row.sequence
+            chances = _FORCED if forced else source.chances(sequence.sequence_id, sequence.token_ids)
+            offers.append(_Offer(row, chances, self._most, forced))
+        if self._model is not None:
+            free = [one for one in offers if not one.forced]
+            said = self._model.chances([one.row.sequence for one in free])
+            for one, chances in zip(free, said, strict=True):
+                answer = self._model.answer(one.row.sequence) if chances.first > one.chances.first else ()
+                if answer is None:
+                    one.chances, one.is_asked = chances, True
+                elif answer:
+                    # Why for nothing: they are made.
+                    one.chances, one.answer, one.room = chances._replace(each_s=0.0), answer, len(answer)
+        return offers
+
+    def _drafts_of(self, offer: _Offer, most: int, source: DraftSource) -> tuple[int, ...]:
+        sequence, forced = offer.row.sequence, offer.forced
+        if offer.answer is not None:
+            self._of_model.add(sequence.sequence_id)
+            drafts = offer.answer[:most]
+        else:
+            drafts = source.propose(sequence.sequence_id, sequence.token_ids, most)
+        self._require_tokens(drafts, most)
+        # Why: what is certain is followed by what is likely, where the two agree.
+        return forced[:most] if forced and drafts[: len(forced)] != forced[:most] else drafts
 
     def _forced_of(self, sequence: Sequence) -> tuple[int, ...]:
         if self._forced is None or sequence.constraint is None:

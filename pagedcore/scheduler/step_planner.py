@@ -69,6 +69,7 @@ class StepPlanner:
             tuple(state.rows.values()), tuple(state.admitted), tuple(state.preempted.values()),
             tuple(state.freed.values()), tuple(state.swap_ins), state.num_stalled_rows, state.num_deferred,
             tuple(state.capped), self._view.number, state.stopped_by, state.num_drafts,
+            tuple(state.to_draft),
         )
 
     def _advance_running(self) -> None:

@@ -98,12 +98,17 @@ def _accept_drafts(
 
 
 def next_plan(scheduler: Scheduler, host: StepHost[Sampled], most_tokens: int | None = None) -> SchedulePlan:
-    """Make room as long as plans ask for it, and return one that computes, or nothing while blocks move."""
+    """Make room as long as plans ask for it, and drafts if one does; return a plan that computes, or nothing while
+    blocks move.
+    """
     if scheduler.kv_cache.host.num_blocks:
         host.move_blocks()
     plan = scheduler.schedule(most_tokens)
     while plan.moves_blocks:
         host.make_room(plan, scheduler.make_room(plan))
+        plan = scheduler.schedule(most_tokens)
+    if plan.to_draft and scheduler.speculation is not None:
+        scheduler.speculation.draft(plan.to_draft)
         plan = scheduler.schedule(most_tokens)
     return plan
 

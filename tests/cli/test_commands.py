@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import pytest
 from pagedcore import __version__
 from pagedcore.cli.generate import _read_prompts
 from pagedcore.cli.main import main
+from pagedcore.demo_model import DEMO_MODEL_DIR
+from pagedcore.errors import InvalidConfig
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore_kernels.cuda.build.resources import RESOURCES_FILE, read_resource_table
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
-from support.runner import invoke, run, run_all
+from support.runner import invoke, run, run_all, try_invoke
 
 COMMANDS = ["demo", "generate", "chat", "size", "plugins", "doctor", "bench", "kernels", "simulate"]
 
@@ -45,6 +48,20 @@ def test_plugins_lists_a_table(table: str) -> None:
     for entry in create_plugin_manager(entry_points=False).registry.find_table(table):
         line = next(line for line in out.splitlines() if entry.name in line)
         assert "available" in line
+
+
+def test_doctor_says_whether_a_smaller_model_has_the_tokens(tmp_path: Path) -> None:
+    """It compares them as the engine does, and wants to know for which model."""
+    assert "its tokens are the model's" in invoke("doctor", "demo", "--speculative-model", "demo")
+    other = shutil.copytree(DEMO_MODEL_DIR, tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    known = json.loads(text)
+    first, second = list(known["model"]["vocab"])[50:52]
+    known["model"]["vocab"] |= {first: known["model"]["vocab"][second], second: known["model"]["vocab"][first]}
+    (other / "tokenizer.json").write_text(json.dumps(known))
+    assert "refused: its token" in invoke("doctor", "demo", "--speculative-model", str(other))
+    with pytest.raises(InvalidConfig, match="Name one"):
+        try_invoke("doctor", "--speculative-model", "demo")
 
 
 def test_doctor_reports_machine_versions_plugins_and_choices() -> None:

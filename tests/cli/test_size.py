@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from pagedcore import Engine
+from pagedcore import Engine, MemoryBudget
 from pagedcore.cli.size import SizeReport, size_model
 from pagedcore.errors import InvalidConfig
 from pagedcore.models.linears.stored_weight import stored_tensors
@@ -44,6 +44,22 @@ def test_an_engine_takes_what_was_told(context: int, concurrency: int, dtype: st
         stats = engine.stats()
     assert (stats.num_blocks, stats.kv_bytes) == (report.num_blocks, report.kv_bytes)
     assert (stats.block_size, stats.dtype, stats.max_model_len) == (report.block_size, report.dtype, context)
+
+
+def test_a_model_that_guesses_is_in_the_sum() -> None:
+    """Its weights, and a block of its own for each of the model's: what an engine draws from a budget."""
+    for memory in ("64GiB", "9MiB"):
+        given: dict[str, Any] = {"context": 100, "concurrency": 3, "dtype": "float32", "memory": memory}
+        report, alone = size_model("demo", speculative_model="demo", **given), size_model("demo", **given)
+        assert report.kv_bytes == 2 * alone.kv_bytes
+        assert report.total_bytes == 2 * alone.total_bytes
+        assert report.fits == (memory == "64GiB")
+        assert ("leave speculative_model" in report.advice) == (alone.fits and not report.fits)
+        budget = MemoryBudget("1GiB")
+        with Engine.from_pretrained("demo", **report.settings, kv_cache_memory=budget) as engine:
+            num_blocks = engine.stats().num_blocks
+            drawn = budget.total_bytes - budget.left_bytes
+        assert drawn == report.draft_weight_bytes + num_blocks * report.pair_bytes
 
 
 def test_a_model_without_limits_given_is_sized_as_an_engine_without_settings() -> None:

@@ -14,7 +14,7 @@ from pagedcore.errors import EngineClosed
 from pagedcore.requests.request import Request
 from pagedcore.sessions.session import Session
 from support.doubles import VOCAB_SIZE, toy_answer
-from support.drafts import Adversary, let_guess
+from support.drafts import Adversary, Mistaken, assert_forgotten, draft_model, let_guess
 from support.engine_builders import assert_all_free, make_engine, run
 from support.interrupts import Lost, interrupted_at
 from support.step_scenario import params
@@ -30,9 +30,10 @@ class Life:
     def __init__(self, seed: int, has_drafts: bool = False) -> None:
         self.rng = random.Random(seed)
         self.engine: Engine = make_engine(host_kv_memory=64 * 32, preemption="swap", check_invariants=False)
-        self.drafts = Adversary(toy_answer, VOCAB_SIZE, seed)
+        # Why half: a model whose drafts seem likelier is asked in its place.
+        self.drafts, self.model = Adversary(toy_answer, VOCAB_SIZE, seed, promises=0.5), draft_model(Mistaken())
         if has_drafts:
-            let_guess(self.engine, self.drafts, VOCAB_SIZE)
+            let_guess(self.engine, self.drafts, VOCAB_SIZE, model=self.model)
         self.sessions: list[Session] = []
         self.requests: list[tuple[Request, list[int]]] = []
         self.num_interrupted = 0
@@ -69,6 +70,7 @@ class Life:
         assert_all_free(self.engine)
         assert not list(self.engine.requests)
         assert not self.drafts.live
+        assert_forgotten(self.model)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def add(self) -> None:

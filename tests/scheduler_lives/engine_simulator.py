@@ -28,7 +28,7 @@ from scheduler_lives.faults import Faults, RudeObserver, SimBackend, SimTokenize
 from scheduler_lives.laws import SimulationFailure, failure_of, require
 from scheduler_lives.one_thread import Turns, one_thread
 from support.doubles import VOCAB_SIZE, FakeClock, toy_answer
-from support.drafts import Adversary, let_guess
+from support.drafts import Adversary, Mistaken, assert_forgotten, draft_model, let_guess
 
 QUIET_TURNS = 5
 MOST_TURNS = 5000
@@ -148,8 +148,9 @@ class EngineSimulation:
             plugins=[RudeObserver(self.faults)], **{**self.settings, "host_kv_memory": host},
         ), self.clock)
         if self.has_drafts:
-            self.drafts = Adversary(toy_answer, VOCAB_SIZE, self.seed)
-            let_guess(self.engine, self.drafts, VOCAB_SIZE)
+            self.drafts = Adversary(toy_answer, VOCAB_SIZE, self.seed, promises=self.seed % 2 or 0.5)
+            self.model = draft_model(Mistaken())
+            let_guess(self.engine, self.drafts, VOCAB_SIZE, model=self.model)
         self.faults.is_on = self.has_faults
         self._step_pending, self.engine.step_pending = self.engine.step_pending, self._step  # type: ignore[method-assign]
         self.async_engine = AsyncEngine(self.engine, stream_interval_s=self.rng.choice([0.0, 0.05, 1.0]))
@@ -251,6 +252,8 @@ class EngineSimulation:
         require(not engine.sessions.parking.directory.files, "parked files are left")
         forgets = self.has_drafts and engine.scheduler.speculation.failure is None  # type: ignore[union-attr]
         require(not forgets or not self.drafts.live, "a source of drafts remembers sequences that are gone")
+        if forgets:
+            assert_forgotten(self.model)
         commands = worker._commands
         parts = [vars(one) for one in (worker, worker._flusher, commands, commands.places)]
         for name, value in [item for part in parts for item in part.items()]:

@@ -18,7 +18,7 @@ from pagedcore.requests.embedding import TextEncoder
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 from support.doubles import VOCAB_SIZE, FakeClock, ToyBackend, toy_answer
-from support.drafts import Adversary, let_guess
+from support.drafts import Adversary, Mistaken, draft_model, let_guess
 
 
 class _Letters:
@@ -83,7 +83,8 @@ class Scenario:
             host_kv_memory=32 * 32, tokenizer=LetterTokenizer(), max_num_waiting=64, queue_timeout_s=10.0,
         ), clock)
         if cls.has_drafts:
-            let_guess(engine, Adversary(toy_answer, VOCAB_SIZE), VOCAB_SIZE)
+            source = Adversary(toy_answer, VOCAB_SIZE, promises=0.3)
+            let_guess(engine, source, VOCAB_SIZE, model=draft_model(Mistaken(), num_blocks=20, max_num_seqs=8))
         engine.generate([[1, 2, 3, 4, 5]], params(2), show_progress=False)
         late = [engine.add_request([5], params(2)), engine.add_request([5], params(2, best_of=2, temperature=1.0))]
         clock.advance(11.0)
