@@ -260,7 +260,7 @@ class CudaDriver:
             kernel.block.pointers, 0,
         )
         if int(status) != 0:
-            raise InternalError(f"CUDA kernel {name}: its launch failed with status {int(status)} ({status!s}).")
+            raise InternalError(f"CUDA kernel {name}: its launch failed with status {_named(status)}.")
 
     @contextmanager
     def _in_context(self) -> Iterator[None]:
@@ -271,8 +271,12 @@ class CudaDriver:
             _checked(self._api.cuCtxPopCurrent())
 
 
+def _named(status: Any) -> str:
+    return f"{int(status)} ({getattr(status, 'name', 'unnamed')})"
+
+
 def _checked(result: tuple[Any, ...]) -> Any:
     """Return what a call of the driver's API returned besides its status."""
     if int(result[0]) != 0:
-        raise InternalError(f"CUDA driver: a call failed with status {int(result[0])} ({result[0]!s}).")
+        raise InternalError(f"CUDA driver: a call failed with status {_named(result[0])}.")
     return result[1] if len(result) > 1 else None
