@@ -95,7 +95,7 @@ def prebuilt(kernels: Path, device: str) -> Iterator[None]:
 
     with tempfile.TemporaryDirectory() as folder:
         library = KernelLibrary([private_copy(kernels, Path(folder))])
-        with patch.object(backend, "KernelLibrary", lambda: library):
+        with patch.object(backend, "KernelLibrary", lambda prebuilt: library):
             yield
 
 

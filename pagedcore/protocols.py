@@ -8,7 +8,7 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
                     HasEmbeddingDefaults  HasTextHead  TakesPositionsBack
                     MayLoseDevice  MeasuresSteps
     Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
-    attention       AttentionRequirements  StoresInt8, ChecksAhead, ConvolvesRows (the factory)
+    attention       AttentionRequirements  StoresInt8, ChecksAhead, ConvolvesRows, TakesKernels (the factory)
                     ShowsKVPool (the backend)
 """
 
@@ -41,6 +41,7 @@ from pagedcore_kernels.interface import RecordableAttention as RecordableAttenti
 from pagedcore_kernels.interface import RecordableMatmul as RecordableMatmul
 from pagedcore_kernels.interface import ShowsKVPool as ShowsKVPool
 from pagedcore_kernels.interface import StoresInt8 as StoresInt8
+from pagedcore_kernels.interface import TakesKernels as TakesKernels
 
 if TYPE_CHECKING:
     import torch

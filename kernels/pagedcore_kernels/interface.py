@@ -7,6 +7,7 @@ own with the same members can take the place of those in this package. Imports n
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -307,6 +308,15 @@ class ChecksAhead(Protocol):
         Raises:
             InvalidConfig: its backends cannot; the message says what is allowed.
         """
+        ...
+
+
+@runtime_checkable
+class TakesKernels(Protocol):
+    """An attention factory whose kernels can be compiled ahead, on another machine."""
+
+    def with_kernels(self, directory: Path) -> AttentionFactory:
+        """Return the factory that takes its kernels from a directory, as far as they are there."""
         ...
 
 

@@ -61,6 +61,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "queue_timeout_s": rules.number(0, above_low=True).or_none(),
     "num_threads": rules.COUNT.or_none(),
     "attention_backend": rules.NAME,
+    "cuda_kernels": rules.NAME.or_none(),
     "linear_backend": rules.NAME,
     "quantization": rules.one_of("none", *SCHEMES, elsewhere=_WIDTHS),
     "model_backend": rules.NAME,
@@ -143,6 +144,9 @@ class EngineConfig:
     more than the cores that affinity and container quota leave."""
     attention_backend: str = "auto"
     """Name of an entry in the plugin table ``attention``."""
+    cuda_kernels: str | None = None
+    """Directory of kernels for GPUs that ``pagedcore kernels build`` has made, by the same version of pagedcore; what
+    is not there is compiled at the first start, and kept. ``None``: all of it is."""
     linear_backend: str = "auto"
     """Name of an entry in the plugin table ``linears``, which makes the products of linear layers on a CPU."""
     quantization: str = "none"

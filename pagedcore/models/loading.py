@@ -24,7 +24,7 @@ from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, describe
 from pagedcore.models.checkpoints.hub import find_on_hub
 from pagedcore.models.checkpoints.model_path import gguf_in, is_gguf
-from pagedcore.protocols import AttentionFactory, ChecksAhead, LinearFactory, ModelBackend, Tokenizer
+from pagedcore.protocols import AttentionFactory, ChecksAhead, LinearFactory, ModelBackend, TakesKernels, Tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -267,6 +267,13 @@ def _attention(config: EngineConfig, device: Device, load: Loader, loaded: Any) 
             f"attention_backend: {name!r} computes on {' and '.join(kinds)}, the model on {device.kind}. "
             f"Leave it at 'auto', or set device={kinds[0]!r}."
         )
+    if config.cuda_kernels is not None:
+        if not isinstance(attention, TakesKernels):
+            raise InvalidConfig(
+                f"cuda_kernels: got a directory, and attention_backend {name!r} takes no kernels from one. Leave it, "
+                "or set device='cuda'."
+            )
+        attention = attention.with_kernels(Path(config.cuda_kernels))
     layout_maker(attention, config.kv_cache_dtype)
     if isinstance(attention, ChecksAhead):
         attention.check_ahead(_dtype_ahead(loaded, config, device))

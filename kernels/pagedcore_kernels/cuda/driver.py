@@ -14,11 +14,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
 
-from pagedcore_kernels.cuda.build.images import KernelImage
+from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage
 from pagedcore_kernels.cuda.build.library import KernelLibrary
 from pagedcore_kernels.cuda.build.toolchain import compiler_versions, missing_compiler_parts, require_bindings
 from pagedcore_kernels.cuda.build.variants import parameters_of
@@ -102,15 +103,24 @@ class ParameterBlock:
             raise InternalError(f"CUDA launch: arguments do not fit the kernel: {error}.") from None
 
 
-def why_driver_too_old() -> str | None:
-    """Return why kernels compiled here do not load on this machine's GPUs; ``None`` if they do, or cannot be asked.
+def why_driver_too_old(prebuilt: Path | None = None) -> str | None:
+    """Return why kernels do not load on this machine's GPUs, those of a directory or else those that are compiled here;
+    ``None`` if they do, or cannot be asked.
 
     A driver loads what was compiled for its own major version of CUDA and for older ones.
 
     Raises:
         MissingDependency: cuda-bindings is not installed.
+        InvalidConfig: the directory has no kernels of these sources, or is not to be trusted.
     """
-    return None if missing_compiler_parts() else _too_old(_bindings(), compiler_versions())
+    if prebuilt is None:
+        return None if missing_compiler_parts() else _too_old(_bindings(), compiler_versions())
+    if (image := ImageStore(prebuilt).any_image()) is None:
+        raise InvalidConfig(
+            "cuda_kernels: got a directory without kernels of this version of pagedcore, needed is what `pagedcore "
+            "kernels build --arch ... --out DIR` of the same version has written."
+        )
+    return _too_old(_bindings(), image.toolchain)
 
 
 def _too_old(api: Any, compiled_by: dict[str, str]) -> str | None:

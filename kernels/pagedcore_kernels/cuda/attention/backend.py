@@ -6,6 +6,7 @@ is behind ``driver.py``, the cutting of work in ``work_lists.py``, the arithmeti
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -63,6 +64,8 @@ class NumbaCudaAttention:
     name = "numba-cuda"
     layout_type = TokenMajorLayout
     devices = ("cuda",)
+    prebuilt: Path | None = None
+    """The directory that kernels are taken from which are there; others are compiled."""
 
     def __init__(
         self, layout: TokenMajorLayout, pool: torch.Tensor, *, kv_scales: torch.Tensor | None = None,
@@ -70,7 +73,7 @@ class NumbaCudaAttention:
     ) -> None:
         check_pool(layout, pool)
         _check_layout(layout)
-        self._driver = driver or _driver_of(pool)
+        self._driver = driver or _driver_of(pool, self.prebuilt)
         if pool.device.type != self._driver.device.type:
             raise InvalidConfig(f"KV pool: on {pool.device}, allowed for {self.name} is {self._driver.device}.")
         self._query_format = FORMATS[layout.model_dtype]
@@ -101,17 +104,22 @@ class NumbaCudaAttention:
         """Tokens per block if nothing else decides."""
         return 16
 
-    @staticmethod
-    def check_ahead(dtype: torch.dtype) -> None:
-        """Refuse models in other formats than 16 bits, and a driver that is too old for kernels compiled here; see
-        ``ChecksAhead``.
+    @classmethod
+    def with_kernels(cls, directory: Path) -> type[NumbaCudaAttention]:
+        """Return the backend over a directory that ``pagedcore kernels build`` has filled; see ``TakesKernels``."""
+        return type(cls.__name__, (cls,), {"prebuilt": directory, "__doc__": cls.__doc__})
+
+    @classmethod
+    def check_ahead(cls, dtype: torch.dtype) -> None:
+        """Refuse models in other formats than 16 bits, a directory without kernels, and a driver that is too old for
+        those in it, or else for those compiled here; see ``ChecksAhead``.
         """
         if dtype not in _MODEL_FORMATS:
             raise InvalidConfig(
                 f"dtype: got {str(dtype).removeprefix('torch.')}, allowed for {NumbaCudaAttention.name} are bfloat16 "
                 "and float16. Leave dtype at 'auto' for a model that is loaded by name, or load it in bfloat16."
             )
-        if (reason := why_driver_too_old()) is not None:
+        if (reason := why_driver_too_old(cls.prebuilt)) is not None:
             raise InvalidConfig(reason)
 
     def plan(self, batch: RaggedRows) -> None:
@@ -256,13 +264,13 @@ def _dotted(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-def _driver_of(pool: torch.Tensor) -> Driver:
+def _driver_of(pool: torch.Tensor, prebuilt: Path | None) -> Driver:
     if pool.device.type != "cuda":
         raise InvalidConfig(
             f"KV pool: on {pool.device}, allowed for {NumbaCudaAttention.name} is a CUDA device. "
             "Choose attention_backend='numba-cpu' on this machine."
         )
-    return CudaDriver(pool.device, KernelLibrary())
+    return CudaDriver(pool.device, KernelLibrary([] if prebuilt is None else [prebuilt]))
 
 
 def _check_layout(layout: TokenMajorLayout) -> None:

@@ -117,6 +117,17 @@ class ImageStore:
             return None
         return image if (image.name, image.arch) == (name, arch) else None
 
+    def any_image(self) -> KernelImage | None:
+        """Return some image of these sources, which says what all of a directory were compiled by; ``None``: there is
+        none. Raises as ``read``.
+        """
+        ending = f".{source_digest()}{SUFFIX}"
+        for path in sorted(self.directory.glob(f"*{ending}")):
+            name, _, arch = path.name.removesuffix(ending).rpartition(".")
+            if (image := self.read(name, arch)) is not None:
+                return image
+        return None
+
     def write(self, image: KernelImage) -> Path:
         """Store an image, in one step as far as readers can see; returns its path."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)

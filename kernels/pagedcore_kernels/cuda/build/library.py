@@ -5,7 +5,9 @@ Owns the search and the fallbacks between architectures. Keeps nothing in memory
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from pagedcore_kernels.cuda.build.compiler import compile_kernel, parse_arch
@@ -13,6 +15,7 @@ from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage, default
 from pagedcore_kernels.cuda.build.toolchain import compiler_versions, missing_compiler_parts
 from pagedcore_kernels.errors import MissingDependency
 
+_log = logging.getLogger("pagedcore")
 
 class KernelLibrary:
     """Finds or makes kernel images.
@@ -50,9 +53,22 @@ class KernelLibrary:
                 f"Install pagedcore[cuda], or run 'pagedcore kernels build --arch {arch}' with this version of "
                 "pagedcore where that is installed and name its directory."
             )
+        _tell(name, arch)
         image = build_image(name, arch)
         self._cache.write(image)
         return image
+
+
+@cache
+def _tell_why() -> None:
+    """Say once why a start takes minutes."""
+    _log.warning("CUDA kernels are compiled, some ten seconds each, and kept for the next start; `pagedcore kernels "
+                 "build` makes them ahead, for cuda_kernels=DIR")
+
+
+def _tell(name: str, arch: str) -> None:
+    _tell_why()
+    _log.info("compiling CUDA kernel %s for %s", name, arch)
 
 
 def runs_on(arch: str) -> list[str]:
