@@ -4,17 +4,17 @@
       * InvalidRequest (ValueError)       the caller's: this call is refused, nothing was taken
           - InvalidPrompt  PromptEmpty  PromptTooLong  InvalidToken  InvalidText  TextTooLong
           - InvalidSampling  InvalidMaxTokens  InvalidMinTokens  InvalidStop  InvalidBias  InvalidSeed  InvalidSalt
-          - InvalidGrammar  InvalidTools
+          - InvalidGrammar  InvalidTools  InvalidAdapter  UnknownAdapter
           - TooManySequences  TooManyLogprobs  UnknownParameter (TypeError)  RequestTooLarge
-          - RequestStateError  SessionStateError  InvalidSessionFile  ModelMismatch
+          - RequestStateError  SessionStateError  InvalidSessionFile  ModelMismatch  AdapterMismatch
       * InvalidConfig (ValueError)        the operator's: the engine was not built
           - ModelNotSupported  ModelTakenOver  DeviceUnavailable  MissingDependency  MemoryBudgetExceeded
       * UnsupportedPlatform (ImportError) the system's: pagedcore does not run on it
       * EngineOverloaded  TooManySessions capacity: try again later, or close sessions first
-          - GrammarsBusy  PromiseRefused
+          - GrammarsBusy  PromiseRefused  AdaptersBusy
       * RequestFailed                     one accepted request ended with finish_reason "error"
           - StepFailed  InvalidLogits  ProcessorFailed  GrammarFailed  TextFailed  QueueTimeout
-          - RequestAborted
+          - RequestAborted  AdapterFailed
       * RequestTimeout (TimeoutError)     the caller's time limit is over; the request was aborted
       * NotPicklable (TypeError)          the program's: an engine cannot go to another process
       * EngineInUse                       the program's: two threads call one Engine at once
@@ -174,6 +174,22 @@ class InvalidTools(InvalidRequest):
     """Tools, or the choice among them, are malformed, too many or too large, or not for this model."""
 
 
+class InvalidAdapter(InvalidRequest):
+    """A directory has no adapter that this model can take, or none that may be loaded; nothing was kept of it."""
+
+    _where = "adapter, "
+
+
+class UnknownAdapter(InvalidRequest):
+    """No adapter of this name is loaded."""
+
+    @classmethod
+    def named(cls, name: object) -> UnknownAdapter:
+        """Make the error of a name, which may be a caller's own text."""
+        advice = "Load it by load_adapter(name, directory), or give it to the engine as adapters={name: directory}."
+        return cls("lora", describe_name(name), "the name of a loaded adapter", advice, is_described=True)
+
+
 class RequestStateError(InvalidRequest):
     """The request is in the state ``given``; the call ``what`` is allowed in the state ``limit`` only."""
 
@@ -205,6 +221,20 @@ class ModelMismatch(InvalidSessionFile):
         ValueError.__init__(
             self, f"session file, model: it was made with {made_with}, this engine runs {running}. "
             "Import it into an engine with the same model, weights and number format."
+        )
+
+
+class AdapterMismatch(InvalidSessionFile):
+    """A session file was made with the adapter ``made_with``, and ``running`` was asked for; both are digests, or empty
+    for none."""
+
+    def __init__(self, made_with: str, running: str, name: str = "") -> None:
+        self.made_with, self.running = made_with, running
+        self.what, self.given, self.limit = "adapter", made_with or "none", running or "none"
+        known = f" ({name!r} there)" if name else ""
+        ValueError.__init__(
+            self, f"session file, adapter: it was made with {made_with[:16] or 'none'}{known}, asked for is "
+            f"{running[:16] or 'none'}. Load the same adapter, and name it as lora=."
         )
 
 
@@ -268,6 +298,18 @@ class GrammarsBusy(EngineOverloaded):
         return f"structured output: {self.args[0]}. Retry later."
 
 
+class AdaptersBusy(EngineOverloaded):
+    """As many adapters are loaded, or are being read, as may be at a time."""
+
+    def __init__(self, reason: str) -> None:
+        self.num_waiting = self.limit = 0
+        # Why not the text: as of GrammarsBusy.
+        PagedcoreError.__init__(self, reason)
+
+    def __str__(self) -> str:
+        return f"adapters: {self.args[0]}."
+
+
 class TooManySessions(PagedcoreError):
     """As many sessions are open as one engine keeps, which is ``limit``."""
 
@@ -304,19 +346,25 @@ class TextFailed(RequestFailed):
     """The tokenizer failed on this request's prompt, or on its tokens; ``__cause__`` is its error."""
 
 
+class AdapterFailed(RequestFailed):
+    """The adapter of this request could not be read when it was needed; ``__cause__`` is the reason."""
+
+
 class QueueTimeout(RequestFailed):
     """The request waited longer than ``queue_timeout_s`` without being started."""
 
-    def __init__(self, limit_s: float) -> None:
-        super().__init__(f"not started within {limit_s:g} seconds; retry later or raise queue_timeout_s")
+    def __init__(self, limit_s: float, *, waits_for: str = "") -> None:
+        what = f", it waits for {waits_for}" if waits_for else ""
+        super().__init__(f"not started within {limit_s:g} seconds{what}; retry later or raise queue_timeout_s")
 
 
 class DeadlineMissed(RequestFailed):
     """The request was not started, because it could not have ended within its ``deadline_s`` any more."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, *, waits_for: str = "") -> None:
         self.deadline_s = deadline_s
-        super().__init__(f"not started: it cannot end within its deadline_s of {deadline_s:g} seconds any more")
+        what = f", it waits for {waits_for}" if waits_for else ""
+        super().__init__(f"not started: it cannot end within its deadline_s of {deadline_s:g} seconds any more{what}")
 
 
 class RequestAborted(RequestFailed):

@@ -6,7 +6,7 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
                     NamesVariablePart  DecodesGreedily  HasGenerationConfig  ReturnsHidden
                     HasEmbeddingDefaults  HasTextHead  TakesPositionsBack
-                    MayLoseDevice  MeasuresSteps
+                    MayLoseDevice  MeasuresSteps  TakesAdapters
     Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
     attention       AttentionRequirements  StoresInt8, ChecksAhead, ConvolvesRows, TakesKernels (the factory)
                     ShowsKVPool (the backend)
@@ -333,6 +333,53 @@ class MayLoseDevice(Protocol):
     @property
     def has_lost_device(self) -> bool:
         """Whether it has; asked after a forward that raised."""
+
+
+class Adapter(Protocol):
+    """A LoRA adapter that was read and checked, in memory of its own."""
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes over its configuration and all of its numbers; the same wherever its files are."""
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes of memory."""
+
+    @property
+    def max_rank(self) -> int:
+        """The largest rank of its matrices."""
+
+
+@runtime_checkable
+class TakesAdapters(Protocol):
+    """A model backend that can compute rows of a batch with LoRA adapters, each row with its own or with none.
+
+    ``adapter_slots`` of a batch says for each of its sequences in which slot its adapter is; 0: it has none.
+    """
+
+    @property
+    def why_no_adapters(self) -> str:
+        """Why this model takes none after all; empty if it does."""
+
+    def use_adapters(self, max_adapters: int, max_rank: int) -> None:
+        """Make so many slots, from 1 on, for adapters of up to this rank; called once at most, before ``allocate_kv``.
+        """
+
+    def adapter_bytes(self, directory: str) -> int:
+        """Return ``Adapter.num_bytes`` of a directory by the heads of its files; callable on any thread.
+
+        Raises ``InvalidAdapter``, and ``OSError``.
+        """
+
+    def read_adapter(self, directory: str) -> Adapter:
+        """Read and check a directory; callable on any thread. Raises as ``adapter_bytes``."""
+
+    def put_adapter(self, slot: int, adapter: Any) -> None:
+        """Use an adapter that ``read_adapter`` has returned in an empty slot, from the next forward on."""
+
+    def drop_adapter(self, slot: int) -> None:
+        """Empty a slot."""
 
 
 @runtime_checkable

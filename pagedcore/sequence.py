@@ -78,6 +78,8 @@ class Sequence:
     """Sequences with the same one, and of the same kind (``is_long``), may share blocks, others never do."""
     num_short_tokens: int | None = None
     """Longest sequence that the model turns by its short angles; ``None``: it has one kind of angles."""
+    adapter: int | None = None
+    """The number of the adapter that it is computed with, as the scheduler knows it; ``None``: the model alone."""
     constraint: Constraint | None = None
     """What this turn's completion has to look like."""
     hidden_from: int | None = None
@@ -186,7 +188,7 @@ class Sequence:
         other = type(self)(
             sequence_id, self.token_ids, self.params, max_tokens=self.max_tokens, seed=seed,
             stop_token_ids=self.stop_token_ids, options=self.options, arrival=self.arrival, arrival_s=self.arrival_s,
-            cache_root=self.cache_root, num_short_tokens=self.num_short_tokens,
+            cache_root=self.cache_root, num_short_tokens=self.num_short_tokens, adapter=self.adapter,
             constraint=self.constraint.branch() if self.constraint is not None else None,
         )
         other.num_prompt_tokens = self.num_prompt_tokens
@@ -307,7 +309,7 @@ class Sequence:
         self.num_computed_tokens = 0
 
 
-_RARE: Final = ("num_short_tokens", "hidden_from")
+_RARE: Final = ("num_short_tokens", "hidden_from", "adapter")
 _PLAIN: Final = (
     "sequence_id", "max_tokens", "seed", "arrival", "arrival_s", "num_prompt_tokens", "is_adjusted", "num_logprobs",
     "num_computed_tokens", "num_cached_tokens", "num_preemptions", "num_protected_tokens", "is_in_session",

@@ -75,6 +75,11 @@ class RaggedRows(Protocol):
         """Shape [R]; whether each row's sequence is beyond its model's short context; ``None``: none is."""
         ...
 
+    @property
+    def adapter_slots(self) -> Int32Array | None:
+        """Shape [R]; the slot of each row's adapter, 0 for none; ``None``: no row has one."""
+        ...
+
 
 class AttentionBackend(Protocol):
     """Paged attention over a KV pool of one layout: ``plan`` once a step, the rest once per layer.

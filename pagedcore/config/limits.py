@@ -143,6 +143,16 @@ MAX_COMPILING_S: Final = 5.0
 """Seconds that compiling a grammar may take, half of them in a child process, and that a grammar waits for its turn."""
 MAX_LIVE_GRAMMAR_BYTES: Final = 2**22
 """Bytes of the grammars of all requests of an engine together; compiled they take some hundred times as much."""
+MAX_ADAPTER_RANK: Final = 256
+"""Rank of an adapter, of each of its matrices."""
+MAX_ADAPTERS: Final = 256
+"""Names of adapters that one engine knows at a time, and slots: a step has a table of them."""
+MAX_LOADING_ADAPTERS: Final = 2
+"""Adapters of one engine that are read at the same time, each on a thread."""
+MAX_ADAPTER_LOAD_S: Final = 60.0
+"""Seconds that a request waits for the file of its adapter once that is being read."""
+MAX_OVERTAKING: Final = 64
+"""Later arrivals with adapters that may start before a request for whose adapter no slot is free."""
 MAX_WAIT_MS: Final = 3_600_000.0
 """Milliseconds that a new request may wait for company: an hour."""
 MAX_CONFIG_BYTES: Final = 2**16

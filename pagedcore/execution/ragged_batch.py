@@ -6,9 +6,12 @@ sequences run and never touches a device.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 from itertools import chain
+from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +20,9 @@ from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.protocols import Int32Array, Int64Array
 from pagedcore.scheduler.plan import ScheduledRow
+from pagedcore.sequence import Sequence
+
+NO_SLOTS: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,8 @@ class RaggedBatch:
     is_long: npt.NDArray[np.bool_] | None = None
     hidden_rows: Int64Array | None = None
     """Indices of the tokens whose hidden states are wanted; ``None``: of none."""
+    adapter_slots: Int32Array | None = None
+    """[R] the slot of each row's adapter, 0 for none; ``None``: no row has one."""
 
     @property
     def num_tokens(self) -> int:
@@ -44,7 +52,9 @@ class RaggedBatch:
         return int(self.query_start[-1])
 
 
-def build_batch(rows: ListOf[ScheduledRow], block_manager: BlockManager) -> RaggedBatch:
+def build_batch(
+    rows: ListOf[ScheduledRow], block_manager: BlockManager, slot_of: Mapping[int, int] = NO_SLOTS
+) -> RaggedBatch:
     """Flatten scheduled rows; logits are wanted of the last known token of every sampled row, then of the first draft
     of those that have one, of the second, and so on, then of all scored positions; hidden states of the rows'
     ``hidden_positions``.
@@ -52,9 +62,10 @@ def build_batch(rows: ListOf[ScheduledRow], block_manager: BlockManager) -> Ragg
     Args:
         rows: at least one; tokens of each follow its first uncomputed position, and its drafts follow the last one.
         block_manager: knows the blocks of every sequence and how many tokens one holds.
+        slot_of: the slots of adapters, by their numbers.
 
     Raises:
-        InternalError: a sequence has fewer blocks than the positions it is to have.
+        InternalError: a sequence has fewer blocks than the positions it is to have, or its adapter is in no slot.
     """
     sequences = [row.sequence for row in rows]
     starts = np.array([row.start for row in rows], dtype=np.int64)
@@ -79,12 +90,22 @@ def build_batch(rows: ListOf[ScheduledRow], block_manager: BlockManager) -> Ragg
         batch = replace(batch, logits_rows=np.array(places, dtype=np.int64))
     if any(one.is_long for one in sequences):
         batch = replace(batch, is_long=np.array([one.is_long for one in sequences]))
+    if any(one.adapter is not None for one in sequences):
+        batch = replace(batch, adapter_slots=_slots(sequences, slot_of))
     if all(one.prompt_logprobs is None is one.hidden_from for one in sequences):
         return batch
     scored = _places(rows, batch, [row.scored_positions for row in rows])
     hidden = _places(rows, batch, [row.hidden_positions for row in rows])
     logits_rows = np.concatenate((batch.logits_rows, scored))
     return replace(batch, logits_rows=logits_rows, hidden_rows=hidden if len(hidden) else None)
+
+
+def _slots(sequences: ListOf[Sequence], slot_of: Mapping[int, int]) -> Int32Array:
+    """Return the slot of each sequence's adapter."""
+    numbers = [one.adapter for one in sequences]
+    if missing := [one for one in numbers if one is not None and one not in slot_of]:
+        raise InternalError(f"batch: adapter {missing[0]} of a row is in no slot")
+    return np.array([0 if one is None else slot_of[one] for one in numbers], dtype=np.int32)
 
 
 def _places(rows: ListOf[ScheduledRow], batch: RaggedBatch, positions: ListOf[range]) -> Int64Array:
