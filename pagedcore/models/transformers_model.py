@@ -23,6 +23,7 @@ from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.execution.ragged_batch import largest_batch
+from pagedcore.models.adapted_layers import AdaptedProducts, why_no_adapters
 from pagedcore.models.attention import convolutions
 from pagedcore.models.attention.interface import ATTENTION_KEY, PagedStep, attention_step, current_step, register
 from pagedcore.models.attention.layers import AttentionLayer, RecordingStep, layers_of
@@ -31,6 +32,7 @@ from pagedcore.models.decoders.fused import best_decoder
 from pagedcore.models.decoders.graphed import GraphedSteps
 from pagedcore.models.decoders.long_angles import places_of
 from pagedcore.models.decoders.plain import (
+    AdaptedDecoder,
     Decoder,
     DecoderFactory,
     GreedyDecoder,
@@ -45,6 +47,7 @@ from pagedcore.models.linears.int8_embedding import quantize_embedding
 from pagedcore.models.linears.packed_linear import FASTEST, probe_invariance
 from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.models.linears.stored_weight import JoinedMatmul, StoredLinears, has_unpacked
+from pagedcore.models.lora.adapter import LoraAdapter
 from pagedcore.models.self_test import INT8_KV_TOLERANCE, QUANTIZED_TOLERANCE, SelfTest
 from pagedcore.protocols import (
     AttentionBackend,
@@ -87,6 +90,7 @@ class TransformersModel:
     text_head: TextHead | None = None
     """What turns states into numbers, set by whoever has read the model's files, like ``pair_defaults``."""
     pair_defaults = PairDefaults(refusal="its files were not looked at")
+    _adapted: AdaptedProducts | None = None
 
     def __init__(
         self, model: PreTrainedModel, attention_factory: AttentionFactory, *, block_size: int | None = None,
@@ -214,6 +218,53 @@ class TransformersModel:
         if self.cache_store is not None:
             self.cache_store.close()
         self._attention = self.cache_store = self._graphed = None
+        if self._adapted is not None:
+            self._adapted.leave()
+            self._adapted = None
+
+    @property
+    def why_no_adapters(self) -> str:
+        """Why rows can have no adapters; "" if they can. See ``TakesAdapters``."""
+        return why_no_adapters(self._model, self._decoder, self._device.kind)
+
+    @torch.inference_mode()
+    def use_adapters(self, max_adapters: int, max_rank: int) -> None:
+        """Make slots for adapters, which stay until ``release_kv``; see ``TakesAdapters``.
+
+        Raises:
+            ModelNotSupported: rows can have no adapters.
+        """
+        if reason := self.why_no_adapters:
+            raise ModelNotSupported(f"adapters: this model takes none, as {reason}.")
+        assert isinstance(self._decoder, AdaptedDecoder)  # Invariant: asked above
+        with torch_beside_kernels():
+            self._adapted = AdaptedProducts(self._model, self._decoder, max_adapters, max_rank)
+
+    def adapter_bytes(self, directory: str) -> int:
+        """Return the memory that the adapter in a directory takes, by the heads of its files; see ``TakesAdapters``.
+
+        Raises:
+            InvalidAdapter: it is none, or none for this model.
+            OSError: a file cannot be read.
+        """
+        return self._ready_adapters().num_bytes(directory)
+
+    def read_adapter(self, directory: str) -> LoraAdapter:
+        """Read the adapter in a directory, on any thread; see ``TakesAdapters``. Raises as ``adapter_bytes``."""
+        return self._ready_adapters().read(directory)
+
+    def put_adapter(self, slot: int, adapter: LoraAdapter) -> None:
+        """Use an adapter in an empty slot from the next forward on; see ``TakesAdapters``."""
+        self._ready_adapters().slots.put(slot, adapter)
+
+    def drop_adapter(self, slot: int) -> None:
+        """Empty a slot; see ``TakesAdapters``."""
+        self._ready_adapters().slots.drop(slot)
+
+    def _ready_adapters(self) -> AdaptedProducts:
+        if self._adapted is None:
+            raise InternalError("adapters: use_adapters has not been called")
+        return self._adapted
 
     @property
     def has_lost_device(self) -> bool:
@@ -316,7 +367,7 @@ class TransformersModel:
         with _kernels_compute() if self._device.kind == "cpu" and can_multiply(self.dtype, 2) else nullcontext():
             self._decoder: Decoder = decoder_factory(model, self.layers, on_unused)
         mappings.detach(model)
-        self._weights = ownership.TakenWeights(model)
+        self._model, self._weights = model, ownership.TakenWeights(model)
         for product in self._decoder.products:
             product.use_huge_pages()
         when_made()

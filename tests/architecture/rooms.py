@@ -28,6 +28,7 @@ STOREYS: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "computing": {
         "execution": ("execution",),
+        "updates": ("models.lora",),
         "linears": ("models.linears",),
         "attention": ("models.attention",),
         "families": ("models.families",),

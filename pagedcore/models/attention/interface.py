@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from pagedcore.errors import ModelTakenOver
 from pagedcore.models.attention.layers import AttentionLayer, RecordingStep
-from pagedcore.protocols import AttentionBackend, ConvolvesRows, RaggedRows
+from pagedcore.protocols import AttentionBackend, ConvolvesRows, Int32Array, RaggedRows
 
 ATTENTION_KEY: Final = "pagedcore"
 
@@ -35,10 +36,10 @@ class PagedStep:
         dtype: number format of the KV pool; calls in another one are converted.
         positions: int64 [T] of the batch where the model computes; by default on the CPU.
 
-    ``slots`` [T] are the batch's, on the CPU.
+    ``slots`` [T] are the batch's, on the CPU; ``adapter_slots`` [T] those of the tokens' adapters, if any has one.
     """
 
-    __slots__ = ("_dtype", "_layers", "attention", "positions", "slots")
+    __slots__ = ("_dtype", "_layers", "adapter_slots", "attention", "positions", "slots")
 
     def __init__(
         self, attention: AttentionBackend, layers: Mapping[int, AttentionLayer], batch: RaggedRows, dtype: torch.dtype,
@@ -49,6 +50,7 @@ class PagedStep:
         self._dtype = dtype
         self.positions = torch.from_numpy(batch.positions) if positions is None else positions
         self.slots = torch.from_numpy(batch.slot_mapping)
+        self.adapter_slots = None if batch.adapter_slots is None else _of_tokens(batch.adapter_slots, batch)
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
@@ -80,6 +82,12 @@ class PagedStep:
         """Turn [1, H, T, D] into [T, H, D] in the pool's number format, each vector in one piece."""
         rows = heads_first[0].transpose(0, 1).to(self._dtype)
         return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
+def _of_tokens(of_rows: Int32Array, batch: RaggedRows) -> Int32Array:
+    """Repeat a number of each row for its tokens, and that of the last one for padding."""
+    found = np.repeat(of_rows, np.diff(batch.query_start))
+    return np.pad(found, (0, len(batch.token_ids) - len(found)), mode="edge")
 
 
 _current_step: ContextVar[PagedStep | RecordingStep | None] = ContextVar("pagedcore_attention_step", default=None)

@@ -11,7 +11,7 @@ batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from pagedcore.models.linears.packed_experts import pack_experts
 from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, PackedLinear
 from pagedcore.models.linears.shared_embedding import share_rows
 from pagedcore.models.linears.stored_weight import tensors_of
+from pagedcore.models.lora.slots import AdapterSlots, new_room
 from pagedcore.protocols import Int64Array, LinearFactory, RecordableAttention, RecordableMatmul, ShowsKVPool
 from pagedcore_kernels.cpu.layers.elementwise import (
     GatedActivation,
@@ -65,12 +66,12 @@ class FusedPart(nn.Module):
 
     def __init__(self, whole: PackedLinear, begin: int, end: int) -> None:
         super().__init__()
-        self.whole, self.begin, self._end = whole, begin, end
+        self.whole, self.begin, self.end = whole, begin, end
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply ``rows`` [..., in] and return [..., end - begin]."""
         product: torch.Tensor = self.whole(rows)
-        return product[..., self.begin : self._end]
+        return product[..., self.begin : self.end]
 
 
 class FusedLayer:
@@ -101,11 +102,12 @@ class FusedLayer:
         self.qkv, self.output = fuse(attention, family.qkv), fuse(attention, ("o_proj",))
         self.experts = mlp if has_experts(layer) else None
         if self.experts is not None:
-            self.products: tuple[PackedLinear, ...] = (self.qkv, self.output, *pack(mlp))
+            self.dense_products: tuple[PackedLinear, ...] = self.qkv, self.output
+            self.products: tuple[PackedLinear, ...] = (*self.dense_products, *pack(mlp))
             return
         self.gate_up, self.down = fuse(mlp, family.gate_up), fuse(mlp, ("down_proj",))
         self.activation = activation
-        self.products = self.qkv, self.output, self.gate_up, self.down
+        self.products = self.dense_products = self.qkv, self.output, self.gate_up, self.down
 
     @property
     def only_runs_kernels(self) -> bool:
@@ -264,6 +266,17 @@ class FusedDecoder(Decoder):
         general.products = self.products
         return general
 
+    def adapted(self, layers: Mapping[str, Any]) -> Iterable[str]:
+        """Return layers as ``AdaptedDecoder`` says: all parts of products between which there are rows alone."""
+        own = {id(product) for layer in self._layers for product in layer.dense_products}
+        return [name for name, part in layers.items() if isinstance(part, FusedPart) and id(part.whole) in own]
+
+    def use_adapters(self, adapters: AdapterSlots | None) -> None:
+        """Update rows; see ``AdaptedDecoder``."""
+        self.adapters = adapters
+        # Why: recorded calls have the addresses of the slots that were.
+        self._steps = None if self._steps is None else RecordedSteps()
+
     @property
     def can_pick(self) -> bool:
         """Whether ``pick`` may be called; see ``GreedyDecoder``."""
@@ -349,7 +362,8 @@ class FusedDecoder(Decoder):
 
         are_apart = work.destination is not None and work.destination.are_apart
         shape = StepShape(len(work.residual), are_apart)
-        steps.run("all rows", step.attention, self._tables, shape, compute_all)
+        part = "all rows" if work.adapters is None else "all rows, with adapters"
+        steps.run(part, step.attention, self._tables, shape, compute_all)
 
     @property
     def _tables(self) -> tuple[int, ...]:
@@ -375,6 +389,7 @@ class FusedDecoder(Decoder):
         if kept.workspace is None:
             return compute_wanted()
         part = "logits of wanted rows" if barred is None else "candidates of wanted rows"
+        part = part if kept.adapters is None else f"{part}, with adapters"
         steps.run(part, step.attention, self._tables, StepShape(len(rows)), compute_wanted)
         return self._output.computed(kept, not_these)
 
@@ -401,7 +416,10 @@ class FusedDecoder(Decoder):
         if isinstance(attention, ShowsKVPool) and isinstance(attention.layout, KVLayout):
             are_apart = len(set((slots // attention.layout.block_size).tolist())) == num_rows
             destination = KVDestination(attention.layout, attention.pool, slots, are_apart)
-        return StepRows(residual, normed, gated, positions, destination, workspace)
+        adapters, take = None, new_room if workspace is None else workspace.take
+        if step.adapter_slots is not None and self.adapters is not None:
+            adapters = self.adapters.of_rows(step.adapter_slots, take)
+        return StepRows(residual, normed, gated, positions, destination, workspace, adapters)
 
 
 def _fuse(factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names: tuple[str, ...]) -> PackedLinear:

@@ -6,7 +6,8 @@ faster decoder for some architectures takes its place by having the same members
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +22,7 @@ from pagedcore.models.linears.packed_experts import pack_experts
 from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
 from pagedcore.models.linears.schemes import QuantizedLinears
 from pagedcore.models.linears.stored_weight import StoredLinears
+from pagedcore.models.lora.slots import AdapterSlots, new_room, present_updates
 from pagedcore.protocols import Int64Array, LinearFactory
 
 
@@ -31,6 +33,9 @@ class Decoder(Protocol):
     """The matrix products, for the check that their rows are independent."""
     other_matrices: Sequence[str] = ()
     """Types of modules that multiply in their own way, so that nothing can be promised about their rows."""
+
+    adapters: AdapterSlots | None = None
+    """The adapters that rows of a step may have; ``None``: no row has one."""
 
     def fallback(self) -> Decoder | None:
         """Return a decoder of the same weights that relies on less, for when this one fails the self-test."""
@@ -50,6 +55,23 @@ class Decoder(Protocol):
         Returns:
             Logits [S, vocabulary] in any float type.
         """
+        ...
+
+
+@runtime_checkable
+class AdaptedDecoder(Protocol):
+    """A decoder whose products may update rows that have an adapter."""
+
+    def adapted(self, layers: Mapping[str, Any]) -> Iterable[str]:
+        """Return the names of those of a model's linear layers whose outputs can be updated.
+
+        Args:
+            layers: by name, the modules in their places.
+        """
+        ...
+
+    def use_adapters(self, adapters: AdapterSlots | None) -> None:
+        """Update rows that have an adapter of these from now on; their products are told by the caller."""
         ...
 
 
@@ -128,6 +150,50 @@ class ModuleDecoder(PlainDecoder):
         report = pack_linears(model, linears=linears, on_unused=on_unused)
         self.products, self.other_matrices = (*of_experts, *report.packed), report.unpacked
         self._complete_vectors()
+
+    def __call__(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute a batch; see ``Decoder``."""
+        with self._updates(step):
+            return super().__call__(step, token_ids, positions, rows)
+
+    def with_hidden(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
+        hidden_rows: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Compute a batch; see ``HiddenDecoder``."""
+        with self._updates(step):
+            return super().with_hidden(step, token_ids, positions, rows, hidden_rows)
+
+    def adapted(self, layers: Mapping[str, Any]) -> Iterable[str]:
+        """Return layers as ``AdaptedDecoder`` says: those that are called once, with all rows of a step."""
+        tokens, seen = torch.arange(3, device=format_and_device(self._model)[1]), defaultdict[str, list[int]](list)
+
+        def note(name: str) -> Any:
+            return lambda _, rows: seen[name].append(rows[0].numel() // rows[0].shape[-1])
+
+        hooks = [module.register_forward_pre_hook(note(name)) for name, module in layers.items()]
+        try:
+            with attention_step(RecordingStep()):
+                call_model(self._model, tokens, tokens, tokens)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [name for name, counts in seen.items() if counts == [len(tokens)]]
+
+    def use_adapters(self, adapters: AdapterSlots | None) -> None:
+        """Update rows; see ``AdaptedDecoder``."""
+        self.adapters = adapters
+
+    @contextmanager
+    def _updates(self, step: PagedStep) -> Iterator[None]:
+        if self.adapters is None or step.adapter_slots is None:
+            yield
+            return
+        found = self.adapters.of_rows(step.adapter_slots, new_room)
+        with present_updates(None if found is None else found.updates):
+            yield
 
     def _complete_vectors(self) -> None:
         """Find out with two tokens which modules give a row other bits in other company, and mend them."""

@@ -13,6 +13,7 @@ import torch
 from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.attention.layers import AttentionLayer
 from pagedcore.models.linears.packed_linear import PackedLinear
+from pagedcore.models.lora.slots import RowAdapters, new_room
 from pagedcore_kernels.cpu.layers.elementwise import KVDestination
 from pagedcore_kernels.cpu.runtime.workspace import Workspace
 
@@ -33,6 +34,8 @@ class StepRows:
     """Where K and V go; ``None`` if the attention backend writes them itself."""
     workspace: Workspace | None = None
     """Where results of products and of attention are; ``None``: in new tensors."""
+    adapters: RowAdapters | None = None
+    """Those of the rows; ``None``: no row has one."""
 
     def add(self, addend: torch.Tensor | None) -> torch.Tensor:
         """Add ``addend`` to the residual, if there is one, and return it."""
@@ -47,14 +50,18 @@ class StepRows:
         if num_rows > len(self.normed):
             self.normed, self.gated = (one.new_empty(num_rows, one.shape[1]) for one in (self.normed, self.gated))
         self.normed, self.gated = self.normed[:num_rows], self.gated[:num_rows]
+        self.adapters = None if self.adapters is None else self.adapters.chosen(chosen, new_room)
 
     def multiply(self, purpose: str, product: PackedLinear, rows: torch.Tensor) -> torch.Tensor:
         """Return the product of ``rows`` [T, in], which stays until the next one for the same purpose."""
         if self.workspace is None:
-            return product.multiply(rows)
-        out = self.workspace.take(purpose, len(rows), product.out_features, rows.dtype)
-        multiply: Any = product.multiply
-        multiply.multiply_to(out, rows, self.workspace)
+            out = product.multiply(rows)
+        else:
+            out = self.workspace.take(purpose, len(rows), product.out_features, rows.dtype)
+            multiply: Any = product.multiply
+            multiply.multiply_to(out, rows, self.workspace)
+        if self.adapters is not None and product.update is not None:
+            product.update.add_to(out, rows, self.adapters.updates)
         return out
 
     def attended(self, place: AttentionLayer) -> torch.Tensor:
@@ -72,8 +79,9 @@ class StepRows:
             return workspace.take(f"wanted {purpose}", num_rows, like.shape[1], like.dtype)
 
         attended, residual = self.attended(place), take("residual", self.residual).copy_(self.residual[rows])
+        adapters = None if self.adapters is None else self.adapters.chosen(rows, workspace.take, "wanted ")
         kept = StepRows(
-            residual, take("normed", self.normed), take("gated", self.gated), self.positions, None, workspace
+            residual, take("normed", self.normed), take("gated", self.gated), self.positions, None, workspace, adapters
         )
         return kept, take("attended", attended).copy_(attended[rows])
 
@@ -81,7 +89,8 @@ class StepRows:
         """Return the same in new tensors, which the next step leaves alone."""
         residual = self.residual[rows]
         gated = residual.new_empty(len(rows), self.gated.shape[1])
-        kept = StepRows(residual, torch.empty_like(residual), gated, self.positions, None)
+        adapters = None if self.adapters is None else self.adapters.chosen(rows, new_room)
+        kept = StepRows(residual, torch.empty_like(residual), gated, self.positions, None, adapters=adapters)
         return kept, self.attended(place)[rows]
 
     def logits(self, head: PackedLinear) -> torch.Tensor:

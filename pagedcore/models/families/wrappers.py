@@ -176,6 +176,13 @@ def num_spare_rows(config: Mapping[str, Any]) -> int:
     return _NUM_SPARE_ROWS if str(config.get("model_type")) in _WITH_IMAGE_LAYERS else 0
 
 
+def leaves_layers_out(model_type: str) -> bool:
+    """Whether the language model in a wrapper of this ``model_type`` runs without some layers, so that the others have
+    new numbers.
+    """
+    return model_type in _WITH_IMAGE_LAYERS
+
+
 def names_of_text(config: Mapping[str, Any]) -> Callable[[str], str]:
     """Return what makes of a tensor's name in a wrapper that of the language model alone; "" for one of other parts.
 

@@ -20,7 +20,9 @@ from torch import nn
 
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.linears.shared_matrices import read_by_others
+from pagedcore.models.lora.slots import updates_now
 from pagedcore.protocols import LinearFactory, Matmul
+from pagedcore_kernels.cpu.matmul.low_rank import LowRankUpdate
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
 from pagedcore_kernels.cpu.matmul.product import PackedProduct
 from pagedcore_kernels.cpu.runtime.huge_pages import move_to_huge_pages
@@ -107,6 +109,9 @@ class PackedLinear(nn.Module):
     result does not depend on whether it was alone.
     """
 
+    update: LowRankUpdate | None = None
+    """Adds what adapters make of rows that have one; ``None``: no row can have one."""
+
     def __init__(
         self, weight: torch.Tensor | Sequence[torch.Tensor], bias: torch.Tensor | None, factory: LinearFactory = FASTEST
     ) -> None:
@@ -134,6 +139,8 @@ class PackedLinear(nn.Module):
         flat = rows.reshape(-1, self.in_features).contiguous()
         is_alone = len(flat) == 1
         product = self.multiply(flat.expand(2, -1).contiguous())[:1] if is_alone else self.multiply(flat)
+        if self.update is not None and (updates := updates_now()) is not None:
+            self.update.add_to(product, flat, updates)
         if self.out_features < VECTOR:
             # Why: with a gap between rows, a sigmoid that follows takes row by row, not vectors of several rows, past
             # the last of which torch computes single elements in another way.

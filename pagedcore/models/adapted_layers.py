@@ -1,0 +1,107 @@
+"""Which linear layers of a taken-over model take adapters, under which names, and as which outputs of which products.
+
+Owns the walk over the module tree after its weights were packed. A layer takes an adapter if all rows of a step pass it
+once, in their order: not experts, which see some rows, nor the output layer, whose product may return no outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from pagedcore.models.decoders.fused import FusedPart
+from pagedcore.models.decoders.plain import AdaptedDecoder, Decoder
+from pagedcore.models.families.wrappers import WHOLE, leaves_layers_out, text_name
+from pagedcore.models.linears.packed_linear import PackedLinear
+from pagedcore.models.lora.adapter import AdaptedLayer, AdaptedModel, LoraAdapter, adapter_bytes, read_adapter
+from pagedcore.models.lora.slots import AdapterSlots
+
+_FORMATS: Final = torch.float32, torch.bfloat16
+
+
+class AdaptedProducts:
+    """The products of one decoder that take adapters, and the slots that they read.
+
+    The decoder updates rows by these slots from here on, until ``leave``.
+    """
+
+    def __init__(self, model: Any, decoder: AdaptedDecoder, max_adapters: int, max_rank: int) -> None:
+        """Look at the model that ``decoder`` computes, which may be run with three tokens; see ``AdapterSlots``."""
+        linear = dict(_linear_layers(model))
+        head = model.get_output_embeddings()
+        inside = {name: one for name, one in linear.items()
+                  if one is not head and "experts" not in name.split(".") and _format(one) in _FORMATS}
+        self._decoder, self._max_rank = decoder, max_rank
+        self._products: list[PackedLinear] = []
+        numbers, layers = dict[int, int](), dict[str, AdaptedLayer]()
+        for name in sorted(decoder.adapted(inside)):
+            whole, begin, end = _place(inside[name])
+            if id(whole) not in numbers:
+                numbers[id(whole)] = len(self._products)
+                self._products.append(whole)
+            layers[name] = AdaptedLayer(numbers[id(whole)], whole.in_features, begin, end)
+        self._model = AdaptedModel(layers, lambda name: _why_not(name, linear, head), _own_name(model, layers))
+        self.slots = AdapterSlots(self._products, max_adapters, max_rank)
+        """All empty."""
+        for product, update in zip(self._products, self.slots.updates, strict=True):
+            product.update = update
+        decoder.use_adapters(self.slots)
+
+    def num_bytes(self, directory: str) -> int:
+        """Return ``adapter_bytes`` of a directory."""
+        return adapter_bytes(Path(directory), self._model, self._max_rank)
+
+    def read(self, directory: str) -> LoraAdapter:
+        """Return ``read_adapter`` of a directory."""
+        return read_adapter(Path(directory), self._model, self._max_rank)
+
+    def leave(self) -> None:
+        """Let go of all slots; the decoder computes as it did before."""
+        for product in self._products:
+            product.update = None
+        self._decoder.use_adapters(None)
+
+
+def why_no_adapters(model: Any, decoder: Decoder, device: str) -> str:
+    """Say why a model takes no adapters at all; "" if it does."""
+    if device != "cpu":
+        return "adapters are computed on the CPU alone"
+    if not isinstance(decoder, AdaptedDecoder):
+        return "its decoder computes none"
+    if leaves_layers_out(str(vars(model.config).get(WHOLE))):
+        return "its layers have other numbers than those of the model that it is a part of"
+    return ""
+
+
+def _linear_layers(model: Any) -> list[tuple[str, Any]]:
+    """Return the linear layers of a packed model by name, without the products that fused parts share."""
+    found = [(name, one) for name, one in model.named_modules() if isinstance(one, FusedPart | PackedLinear)]
+    shared = {id(one.whole) for _, one in found if isinstance(one, FusedPart)}
+    return [(name, one) for name, one in found if id(one) not in shared]
+
+
+def _place(layer: FusedPart | PackedLinear) -> tuple[PackedLinear, int, int]:
+    if isinstance(layer, FusedPart):
+        return layer.whole, layer.begin, layer.end
+    return layer, 0, layer.out_features
+
+
+def _format(layer: FusedPart | PackedLinear) -> torch.dtype:
+    return _place(layer)[0].weight.dtype
+
+
+def _why_not(name: str, linear: Mapping[str, Any], head: Any) -> str:
+    if "experts" in name.split("."):
+        return "Experts take no adapters here."
+    if linear.get(name, head) is head and name.split(".")[-1] == "lm_head":
+        return "The output layer takes none here."
+    return "This layer's product takes none here." if name in linear else "The model has no linear layer of this name."
+
+
+def _own_name(model: Any, layers: Mapping[str, AdaptedLayer]) -> Callable[[str], str]:
+    """Return what turns an adapter's name of a layer into the model's, which may be a part of a wrapper."""
+    is_part = vars(model.config).get(WHOLE) is not None
+    return lambda name: name if name in layers or not is_part else text_name(name) or name

@@ -1,0 +1,1 @@
+"""Adapters become updates of products: read, checked, and found by a step's rows."""
