@@ -23,6 +23,7 @@ _WAITS: Final = {
     "phase": "the present step has decode rows only (phases)",
     "tenant": "its tenant has as many rows or blocks as it may (policy_options)",
     "batch": "a static batch has to end first",
+    "adapter": "its adapter is being loaded, or waits for a slot (max_adapters)",
     "new": "it starts with the next step",
     "stuck": "no plan can be made",
 }
@@ -148,6 +149,23 @@ class Quote:
     """Earlier quotes whose errors the intervals come from."""
     is_exact: bool = False
     """Whether a dry run of the scheduler gave it, step by step, instead of a formula."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """An adapter that requests may name as their ``lora``."""
+
+    name: str
+    digest: str
+    """Over its configuration and its numbers, 64 hexadecimal digits: the same wherever its files are."""
+    num_bytes: int
+    """What it takes of ``adapter_memory`` while it is in a slot."""
+    rank: int
+    """The largest rank of its matrices."""
+    is_in_slot: bool
+    """Whether a request that comes now starts without waiting for its files."""
+    num_requests: int
+    """Requests, and open sessions, that have it."""
 
 
 @dataclass(frozen=True, slots=True)

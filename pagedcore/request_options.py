@@ -11,7 +11,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, Final, TypedDict
 
-from pagedcore.config.field_rules import BOOLEAN, LABEL, PRIORITY, Check, FieldRule, number, seconds
+from pagedcore.config.field_rules import ADAPTER_NAME, BOOLEAN, LABEL, PRIORITY, Check, FieldRule, number, seconds
 from pagedcore.config.keywords import refuses_unknown
 from pagedcore.config.limits import MAX_SALT_BYTES, MAX_TIMEOUT_S, MAX_WEIGHT
 from pagedcore.errors import InvalidSalt, UnknownParameter
@@ -79,6 +79,7 @@ class CallersKeywords(TypedDict, total=False):
     ttft_ms: float | None
     tpot_ms: float | None
     speculate: bool
+    lora: str | None
 
 
 class OptionKeywords(CallersKeywords, total=False):
@@ -131,6 +132,10 @@ class RequestOptions:
     speculate: bool = _option(True, BOOLEAN.check, is_recorded=False, schema={
         "type": "boolean", "description": "Whether tokens may be guessed ahead; the answer is the same."})
     """Whether this request's tokens may be guessed ahead, in an engine with ``speculation``; its answer is the same."""
+    lora: str | None = _option(None, ADAPTER_NAME.check, is_recorded=False, schema={
+        "type": "string", "description": "The name of a loaded LoRA adapter to compute with."})
+    """The name of a loaded adapter that this request is computed with; ``None``: the model alone. What is loaded under
+    the name when the request is accepted stays its adapter to the end."""
     salt: bytes = field(init=False, repr=False)
     """The salt as it enters cache keys; empty for requests without one."""
 

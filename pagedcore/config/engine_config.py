@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from pagedcore.config import field_rules as rules
 from pagedcore.config.config_file import read_settings
-from pagedcore.config.limits import MAX_SEED, MAX_WAIT_MS
+from pagedcore.config.limits import MAX_ADAPTERS, MAX_SEED, MAX_WAIT_MS
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, parse_memory
 from pagedcore.config.schemes import SCHEMES, listed
 from pagedcore.config.speculation import SPECULATION
@@ -29,7 +29,9 @@ _GUESSES: Final = 'Say speculation="auto"; a second model that guesses is specul
 _NAMED: Final = listed(f'"{name}"' for name in SCHEMES)
 _BITS: Final = f"Say quantization={_NAMED}; files that are quantised say it themselves."
 _OF_OTHERS: Final = {
-    "enable_lora": "Adapters are not read; merge them into the weights first.",
+    "enable_lora": 'Say adapters={"name": directory}, or max_adapters=8.',
+    "max_loras": "Say max_adapters=8.", "max_cpu_loras": 'Say adapter_memory="1GiB".',
+    "max_lora_rank": "Any rank up to 256 is taken.", "lora_modules": 'Say adapters={"name": directory}.',
     "tensor_parallel_size": _ONE_DEVICE, "pipeline_parallel_size": _ONE_DEVICE, "data_parallel_size": _ONE_DEVICE,
     "speculative_config": _GUESSES, "num_speculative_tokens": _GUESSES,
     "quantization_config": _BITS, "load_in_8bit": _BITS, "load_in_4bit": _BITS,
@@ -85,6 +87,8 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "flight_recorder": rules.one_of("off", "on", "tokens"),
     "speculation": SPECULATION,
     "speculative_model": rules.NAME.or_none(),
+    "adapters": rules.ADAPTERS,
+    "max_adapters": rules.integer(0, MAX_ADAPTERS).or_none(),
     "seed": rules.integer(0, MAX_SEED),
 }
 
@@ -211,6 +215,15 @@ class EngineConfig:
     speculative_model: str | None = None
     """A smaller model with the same tokenizer that guesses too: a directory, GGUF file or hub id. It takes its weights,
     and a KV pool of as many blocks as the engine's. ``None``: there is none."""
+    adapters: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """LoRA adapters that requests may name as their ``lora``: ``{"fr": "adapters/fr"}``, each a directory in PEFT's
+    format. Others can be loaded later; see ``max_adapters``."""
+    max_adapters: int | None = None
+    """Adapters that are in memory at a time, and that one step can compute with; the least recently used one leaves for
+    another. ``None``: 8 where ``adapters`` has any, else 0: none can be loaded."""
+    adapter_memory: int | float | str | None = None
+    """The most memory that adapters take, like ``kv_cache_memory``; ``None``: a tenth of free memory. It is drawn from
+    a ``MemoryBudget`` with the KV pool."""
     seed: int = 0
     """Seeds of requests without one are derived from it."""
 
@@ -237,6 +250,7 @@ class EngineConfig:
         if not isinstance(self.kv_cache_memory, MemoryBudget | BudgetShare):
             parse_memory(self.kv_cache_memory, free_bytes=0)
         parse_memory(self.host_kv_memory, free_bytes=0, what="host_kv_memory")
+        parse_memory(self.adapter_memory, free_bytes=0, what="adapter_memory")
 
     @property
     def waiting_limit(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,6 +139,13 @@ EARLY_STOPPING: Final[FieldRule[Any]] = FieldRule(
 LABEL: Final[FieldRule[str]] = FieldRule(
     lambda label: isinstance(label, str) and 1 <= len(label) <= limits.MAX_REQUEST_ID_LENGTH and label.isprintable(),
     f"printable text of 1 to {limits.MAX_REQUEST_ID_LENGTH} characters",
+)
+ADAPTER_NAME: Final = matching(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}",
+                               "1 to 64 letters, digits, and _ - . behind the first of them")
+ADAPTERS: Final[FieldRule[Mapping[str, Any]]] = FieldRule(
+    lambda value: isinstance(value, Mapping) and len(value) <= limits.MAX_ADAPTERS
+    and all(ADAPTER_NAME.accepts(name) and isinstance(place, str | os.PathLike) for name, place in value.items()),
+    f"up to {limits.MAX_ADAPTERS} names of {ADAPTER_NAME.limit}, each with a directory",
 )
 SECRET: Final[FieldRule[Any]] = FieldRule(
     lambda value: isinstance(value, str | bytes) and 16 <= len(value) <= 1024 and not (

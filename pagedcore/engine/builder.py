@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import partial
 from hashlib import sha256
@@ -20,6 +21,7 @@ from pagedcore.config.speculation import rules_of
 from pagedcore.drafting.drafts import SOURCES as DRAFTS_FROM
 from pagedcore.drafting.drafts import Drafts
 from pagedcore.embedding_defaults import EmbeddingDefaults
+from pagedcore.engine.adapter_verbs import load_first, make_slots
 from pagedcore.engine.draft_models import LoadedDraftModel, load_draft_model
 from pagedcore.engine.kv_memory import KVMemory, context_length
 from pagedcore.errors import InvalidConfig
@@ -30,6 +32,7 @@ from pagedcore.generation_defaults import GenerationDefaults
 from pagedcore.kv_cache import eviction
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.lazy_names import delegate
+from pagedcore.lora.registry import AdapterRegistry
 from pagedcore.models.checkpoints.hub import ModelName
 from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv_format
 from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
@@ -45,11 +48,13 @@ from pagedcore.protocols import (
     ModelFingerprint,
     NamesVariablePart,
     ReturnsHidden,
+    TakesAdapters,
     TakesPositionsBack,
     UsesTorchThreads,
 )
-from pagedcore.requests.input_processor import InputProcessor
+from pagedcore.requests.input_processor import NO_PAIRS, InputProcessor
 from pagedcore.requests.observers import EngineObserver
+from pagedcore.scheduler.adapter_slots import AdapterSlots
 from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.draft_costs import DraftCosts
 from pagedcore.scheduler.policy_guard import make_policy
@@ -93,6 +98,8 @@ class EngineComponents:
     """As ``Engine.identity``."""
     chat_format: ChatFormat
     """As ``Engine.chat_format``."""
+    adapters: AdapterRegistry
+    """As ``Engine.adapter_registry``."""
     num_short_tokens: int | None = None
     """As of ``HasShortContext``."""
     observers: tuple[EngineObserver, ...] = ()
@@ -129,18 +136,25 @@ def build_components(
             text = _with_template(text, config.chat_template)
         with usable_torch():
             draft = _load_draft_model(config, backend, text, manager)
-        memory = KVMemory(backend, config, draft)
+        # Why undone: the backend may be the user's own, and shall make the next engine.
+        undo = ExitStack()
         try:
-            return _assemble(model_name(model), config, manager, policy, backend, text, memory, tokenizer, draft)
+            slots = make_slots(backend, config, undo)
+            memory = KVMemory(backend, config, draft)
+            undo.callback(memory.close)
+            components = _assemble(
+                model_name(model), config, manager, policy, backend, text, memory, tokenizer, slots, undo.close, draft)
+            load_first(components.adapters, config)
         except BaseException:
-            # Why: the backend may be the user's own, and shall make the next engine.
-            memory.close()
+            undo.close()
             raise
+        return components
 
 
 def _assemble(
     name: str, config: EngineConfig, manager: PluginManager, policy: Policy, backend: ModelBackend,
-    text: Tokenizer | None, memory: KVMemory, tokenizer: Any, draft: LoadedDraftModel | None,
+    text: Tokenizer | None, memory: KVMemory, tokenizer: Any, slots: AdapterSlots, at_the_end: Callable[[], None],
+    draft: LoadedDraftModel | None,
 ) -> EngineComponents:
     kv_cache = KVCacheManager(
         memory.num_blocks, memory.block_size, num_host_blocks=memory.num_host_blocks,
@@ -148,23 +162,25 @@ def _assemble(
         copies_blocks=memory.store is not None,
     )
     info, end_ids = _describe(name, backend, config, kv_cache), backend.eos_token_ids
-    hooks = EngineHooks(manager, at_the_end=memory.close)
+    hooks = EngineHooks(manager, at_the_end=at_the_end)
     grammars = Grammars(text, backend.vocab_size, end_ids | (text.eos_token_ids if text is not None else frozenset()))
     defaults = _generation_defaults(backend, config)
+    adapters = AdapterRegistry(backend if isinstance(backend, TakesAdapters) else None, slots)
     input_processor = InputProcessor(
         text, backend.vocab_size, info.max_model_len, kv_cache.device.num_blocks * kv_cache.device.block_size,
         config.waiting_limit, grammars.eos_token_ids, policy.unread_options, grammars, hooks.request_context,
         config.control_tokens_in_chats, defaults,
         backend.embedding_defaults if isinstance(backend, HasEmbeddingDefaults) else EmbeddingDefaults(),
         backend.hidden_size if isinstance(backend, ReturnsHidden) else 0,
-        *((backend.text_head, backend.pair_defaults) if isinstance(backend, HasTextHead) else ()),
+        *((backend.text_head, backend.pair_defaults) if isinstance(backend, HasTextHead) else (None, NO_PAIRS)),
+        adapters.find,
     )
     scheduler = Scheduler(
         kv_cache, policy, max_num_seqs=config.max_num_seqs, max_num_waiting=config.waiting_limit,
         max_num_batched_tokens=config.max_num_batched_tokens, admission=config.admission,
         preemption=_preemption(backend, config, memory), max_scored_tokens=max_scored_tokens(backend.vocab_size),
         gate=BatchGate(config.min_batch_size, config.max_wait_s), phases=config.phases,
-        prefill_share=config.prefill_share,
+        prefill_share=config.prefill_share, adapters=slots,
     )
     drafting = draft.with_pool(memory.num_blocks, memory.block_size, backend.vocab_size, config) if draft else None
     scheduler.speculation, speculation = _speculation(backend, config, scheduler, grammars, drafting)
@@ -173,6 +189,7 @@ def _assemble(
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
     threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
     runner = ModelRunner(backend, Sampler(backend.vocab_size, grammars.mask_rows), threads)
+    runner.slot_of = slots.slot_of
     if config.check_invariants:
         store, runner, laws = _shadow(scheduler, store, runner)
         observers = *observers, laws
@@ -180,7 +197,7 @@ def _assemble(
         config, input_processor, kv_cache, scheduler, runner, hooks, info,
         memory.num_bytes, store, backend_fingerprint(backend), form,
         _identity(backend, form, info.max_model_len, tokenizer, config.chat_template, defaults),
-        _chat_format(manager.registry, config, text),
+        _chat_format(manager.registry, config, text), adapters,
         backend.num_short_tokens if isinstance(backend, HasShortContext) else None, observers, speculation,
     )
 

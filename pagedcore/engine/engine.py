@@ -19,14 +19,17 @@ from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from pagedcore.config.keywords import refuses_unknown
 from pagedcore.embedding_defaults import Pooling
+from pagedcore.engine.adapter_verbs import LoadsAdapters
 from pagedcore.engine.calibration import calibrate
 from pagedcore.engine.judging import JudgesTexts
 from pagedcore.engine.step import StepRunner
 from pagedcore.engine.step_report import StepReport
 from pagedcore.engine.wait_log import WaitLog
-from pagedcore.errors import EngineClosed, InternalError, NotPicklable
+from pagedcore.errors import AdapterFailed, EngineClosed, InternalError, NotPicklable
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.lazy_names import delegate
+from pagedcore.lora.loader import AdapterLoader
+from pagedcore.lora.registry import AdapterRegistry
 from pagedcore.outputs import CompletionScore, Delta, Embedding, Explanation, Quote, RequestOutput
 from pagedcore.protocols import ChatMessage, Clock, MonotonicClock
 from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options, sampling_advice
@@ -68,7 +71,7 @@ _take_recording: Callable[..., Callable[[str | os.PathLike[str]], None]] = deleg
     "pagedcore.analysis.recorder.dumps", "take_recording")
 
 
-class Engine(JudgesTexts, TextVerbs):
+class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
     """Continuous batching over a paged KV pool, one ``step()`` at a time.
 
     One thread at a time: another one's call raises ``EngineInUse``. ``AsyncEngine`` is for callers on several threads.
@@ -99,9 +102,11 @@ class Engine(JudgesTexts, TextVerbs):
         tokenizer, sequence_ids = self.input_processor.tokenizer, count(1)
         self._outputs = OutputProcessor(
             tokenizer, scheduler, sequence_ids, self.hooks, self.clock, self.input_processor.eos_token_ids)
+        self.adapter_registry = components.adapters
+        """What requests may name as their ``lora``; do not call its verbs but ``read``."""
         self.requests = RequestTable(
             self, self.input_processor, self._outputs, scheduler, sequence_ids, self.clock, config.seed,
-            config.enable_prefix_caching, components.num_short_tokens,
+            config.enable_prefix_caching, components.adapters, components.num_short_tokens,
         )
         """All requests that were not removed, oldest first."""
         self._report = StepReport(scheduler, self._outputs)
@@ -110,8 +115,10 @@ class Engine(JudgesTexts, TextVerbs):
             self._calibrate(min(components.info.max_model_len, config.max_num_batched_tokens))
         self.turn_rules = TurnRules(scheduler, self._outputs, self.clock, config.queue_timeout_s)
         """Which requests end before they start; its ``queue_timeout_s`` is for an owner to set."""
+        self._loader = self._adapter_loader(components.adapters)
         self._steps = StepRunner(
-            scheduler, components.runner, self._transfers, self._outputs, self.turn_rules, self.clock, self._give_up
+            scheduler, components.runner, self._transfers, self._outputs, self.turn_rules, self.clock, self._give_up,
+            self._loader,
         )
         parking = Parking(
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
@@ -138,6 +145,18 @@ class Engine(JudgesTexts, TextVerbs):
             # Why: there will be no engine to close.
             self.hooks.at_the_end()
             raise
+
+    def _adapter_loader(self, registry: AdapterRegistry) -> AdapterLoader | None:
+        if registry.backend is None or not registry.slots.num_slots:
+            return None
+
+        def end_those_of(number: int, error: AdapterFailed) -> None:
+            concerned = [one for one in self.scheduler.waiting if one.adapter == number]
+            self._outputs.end_waiting(concerned, error)
+
+        loader = AdapterLoader(registry.backend, registry.slots, registry, self.clock, end_those_of)
+        registry.in_use, registry.take_out = lambda: set(self.requests.num_by_adapter), loader.take_out
+        return loader
 
     @classmethod
     def from_pretrained(cls, model: Any, **settings: Any) -> Engine:
@@ -525,7 +544,7 @@ class Engine(JudgesTexts, TextVerbs):
     def stats(self) -> EngineStats:
         """Return a snapshot of counters and occupancy."""
         kv_bytes, info, moved = self.components.kv_bytes, self.components.info, self.scheduler.counters
-        block_bytes, counts = kv_bytes // info.num_blocks, asdict(self._outputs.counters)
+        block_bytes, counts = kv_bytes // info.num_blocks, asdict(self._outputs.counters) | self._adapter_stats()
         for one in self.observers:
             counts.update(one.statistics())
         return EngineStats(
@@ -542,6 +561,13 @@ class Engine(JudgesTexts, TextVerbs):
             is_schedule_invariant=info.is_schedule_invariant,
             speculation=self._speculation(),
         )
+
+    def _adapter_stats(self) -> dict[str, int]:
+        if (loader := self._loader) is None:
+            return {}
+        return {"num_adapters": len(loader.registry.names), "num_adapters_in_slots": len(loader.slots.slot_of),
+                "adapter_bytes": loader.slots.num_held_bytes, "num_adapter_loads": loader.num_loads,
+                "num_adapter_failures": loader.num_failures}
 
     def _speculation(self) -> str:
         speculation = self.scheduler.speculation

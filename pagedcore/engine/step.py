@@ -27,6 +27,7 @@ from pagedcore.scheduler.step_recipe import run_step
 
 if TYPE_CHECKING:
     from pagedcore.execution.model_runner import ModelRunner
+    from pagedcore.lora.loader import AdapterLoader
 
 _NO_PLAN: Final = SchedulePlan()
 
@@ -40,13 +41,14 @@ class StepRunner:
 
     def __init__(
         self, scheduler: Scheduler, runner: ModelRunner, transfers: KVTransfers, outputs: OutputProcessor,
-        rules: TurnRules, clock: Clock, give_up: Callable[[str], None],
+        rules: TurnRules, clock: Clock, give_up: Callable[[str], None], adapters: AdapterLoader | None = None,
     ) -> None:
-        """Take the parts of an engine; ``give_up`` closes it with a reason."""
+        """Take the parts of an engine; ``give_up`` closes it with a reason, ``adapters`` reads those of requests."""
         self._scheduler, self._runner, self._transfers = scheduler, runner, transfers
         self._outputs, self._rules, self._give_up = outputs, rules, give_up
         self._ctrl_c = CtrlC()
-        self._host = EngineHost(runner, scheduler.kv_cache.device, transfers, outputs, clock, self._ctrl_c)
+        self._adapters = adapters
+        self._host = EngineHost(runner, scheduler.kv_cache.device, transfers, outputs, clock, self._ctrl_c, adapters)
         # Why a lock that is never waited for: taking it and finding it taken are one operation.
         self._lock, self._owner = threading.RLock(), ""
         self._is_inside = False
@@ -152,12 +154,18 @@ class StepRunner:
 
     def _run(self) -> SchedulePlan:
         self.is_stalled = self.has_failed = False
+        if self._adapters is not None:
+            self._adapters.settle()
         if self._scheduler.waiting.sequences:
             self._rules.apply()
         plan = self._compute(None)
         if not plan.rows:
             self.is_stalled = self._scheduler.has_work and not self._scheduler.is_gated
-            self._transfers.settle(wait=self.is_stalled)
+            # Why not both: one that waits for a file need not wait for a transfer as well.
+            awaits_file = self._adapters is not None and bool(plan.awaiting) and self.is_stalled
+            self._transfers.settle(wait=self.is_stalled and not awaits_file)
+            if self._adapters is not None and awaits_file:
+                self._adapters.settle(wait=True)
         # Why first: from here on nothing undoes the step, whatever an observer raises.
         self.is_torn = False
         self._outputs.note_step()

@@ -16,6 +16,7 @@ from pagedcore.scheduler.plan import SchedulePlan
 if TYPE_CHECKING:
     from pagedcore.execution.model_runner import ModelRunner
     from pagedcore.execution.sampler import SampledTokens
+    from pagedcore.lora.loader import AdapterLoader
 
 
 class BrokenOff(BaseException):
@@ -31,7 +32,7 @@ class EngineHost:
 
     def __init__(
         self, runner: ModelRunner, blocks: BlockManager, transfers: KVTransfers, outputs: OutputProcessor, clock: Clock,
-        ctrl_c: CtrlC,
+        ctrl_c: CtrlC, adapters: AdapterLoader | None = None,
     ) -> None:
         self._runner, self._blocks, self._transfers = runner, blocks, transfers
         self._outputs, self._ctrl_c = outputs, ctrl_c
@@ -39,6 +40,8 @@ class EngineHost:
         self.move_blocks = transfers.advance
         self.tokens, self.publish = outputs.collect, outputs.publish
         self.further_tokens, self.publish_further = outputs.collect_further, outputs.publish_further
+        if adapters is not None:
+            self.move_adapters = adapters.move_adapters
         self.plan = SchedulePlan()
         """What was handed to the model last; for undoing a step."""
 

@@ -6,6 +6,7 @@ a sequence or a block; the engine commits what this returns.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from math import log2
@@ -16,7 +17,7 @@ import torch
 from pagedcore.errors import InternalError, StepFailed
 from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.failures import concerns_all_rows
-from pagedcore.execution.ragged_batch import RaggedBatch, build_batch
+from pagedcore.execution.ragged_batch import NO_SLOTS, RaggedBatch, build_batch
 from pagedcore.execution.sampler import SampledTokens, Sampler
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.outputs import TokenLogprobs
@@ -34,6 +35,8 @@ class ModelRunner:
 
     def __init__(self, backend: ModelBackend, sampler: Sampler, threads: ComputeThreads) -> None:
         self.backend, self._sampler, self._threads = backend, sampler, threads
+        self.slot_of: Mapping[int, int] = NO_SLOTS
+        """The slots of adapters, by the numbers that sequences have; the scheduler's."""
         self.floats = DefaultFloatState()
         """A context for the thread that makes a step, all of it."""
 
@@ -121,7 +124,7 @@ class ModelRunner:
 
     def _compute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         sequences = [row.sequence for row in rows if row.num_sampled]
-        batch, greedy = build_batch(rows, block_manager), self._greedy
+        batch, greedy = build_batch(rows, block_manager, self.slot_of), self._greedy
         is_plain = batch.hidden_rows is None and len(batch.logits_rows) == len(sequences)
         if not is_plain and any(row.drafts for row in rows):
             return self._compute_drafts(batch, rows)

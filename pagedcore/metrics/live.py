@@ -133,6 +133,7 @@ class LiveRows:
         self._progress: dict[bytes, Progress] = {}
         self._step, self._step_end_s = 0, 0.0
         self._stopped_by, self._num_deferred, self._capped = "", 0, tuple[int, ...]()
+        self._awaiting = frozenset[int]()
         self._was_quiet = False
 
     def attach(self, engine: Engine) -> None:
@@ -165,6 +166,7 @@ class LiveRows:
         self._step, self._step_end_s = stats.num_steps, now_s
         plan = stats.plan
         self._stopped_by, self._num_deferred, self._capped = plan.stopped_by, plan.num_deferred, plan.capped
+        self._awaiting = frozenset(plan.awaiting)
         if self._was_quiet:
             self._was_quiet = False
             self._wake()
@@ -246,10 +248,12 @@ class LiveRows:
                 reason = "transfer"
             elif sequence.sequence_id in self._capped:
                 reason = "tenant"
+            elif sequence.sequence_id in self._awaiting:
+                reason = "adapter"
             elif num_deferred:
                 # Why the first ones: what admission passed over and did not start it has deferred.
                 num_deferred -= 1
                 reason = "prefix"
             else:
-                reason = self._stopped_by or "new"
+                reason = self._stopped_by if self._stopped_by not in ("", "adapter") else "new"
             yield sequence, reason

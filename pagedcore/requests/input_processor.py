@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 from pagedcore.embedding_defaults import EmbeddingDefaults
 from pagedcore.errors import (
@@ -23,6 +23,7 @@ from pagedcore.errors import (
     RequestStateError,
     TextFailed,
     TooManySequences,
+    UnknownAdapter,
 )
 from pagedcore.generation_defaults import GenerationDefaults
 from pagedcore.outputs import RequestOutput, TokenText
@@ -41,6 +42,9 @@ from pagedcore.tokenizer.template_arguments import TakesArguments, require_read
 Prompt = str | ListOf[int] | ListOf[ChatMessage] | Chat | Infill
 """Text, token ids, chat messages (mappings with "role" and "content"), a ``Chat``, which has tools too, or an
 ``Infill``, the text around a gap."""
+
+
+NO_PAIRS: Final = PairDefaults(refusal="its backend has no head for that")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +100,10 @@ class InputProcessor:
     """Numbers of a vector; 0: the backend returns no hidden states."""
     head: TextHead | None = None
     """What makes numbers of a text's last hidden state."""
-    pairs: PairDefaults = field(default_factory=lambda: PairDefaults(refusal="its backend has no head for that"))
+    pairs: PairDefaults = NO_PAIRS
     """How a query and a document become a text."""
+    find_adapter: Callable[[str], object] = lambda name: _no_adapter(name)
+    """Raises ``UnknownAdapter`` for a name that no adapter is loaded under."""
 
     def process(
         self, prompt: Prompt, params: SamplingParams | None, options: RequestOptions, known: list[int] | None = None
@@ -209,7 +215,9 @@ class InputProcessor:
         return self.grammars.compile(params.structured, owner)
 
     def check_options(self, options: RequestOptions) -> None:
-        """Raise ``InvalidRequest`` for an option that the scheduling policy would ignore."""
+        """Raise ``InvalidRequest`` for an option that the scheduling policy would ignore, ``UnknownAdapter`` too."""
+        if options.lora is not None:
+            self.find_adapter(options.lora)
         for name, neutral in self.unread_options.items():
             if (given := getattr(options, name)) != neutral:
                 reader = OPTIONS[name].reader
@@ -305,6 +313,10 @@ class InputProcessor:
             if has_control_tokens and isinstance(tokenizer, RendersTools):
                 options["control_tokens"] = True
         return messages, tokenizer, options
+
+
+def _no_adapter(name: str) -> None:
+    raise UnknownAdapter.named(name)
 
 
 def _arguments_for(tokenizer: Tokenizer, chat: Chat, messages: ListOf[ChatMessage]) -> Mapping[str, Any]:

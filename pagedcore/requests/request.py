@@ -12,6 +12,7 @@ from pagedcore.sampling_params import SamplingParams
 from pagedcore.sequence import Phase, Sequence
 
 if TYPE_CHECKING:
+    from pagedcore.lora.registry import LoadedAdapter
     from pagedcore.protocols import FloatArray
 
 
@@ -61,8 +62,8 @@ class Request:
         the end, they stay empty until then, and the scheduler knows only the candidates.
     """
 
-    __slots__ = ("_num_taken", "_owner", "context", "dropped", "error", "metrics", "options", "params", "reader",
-                 "request_id", "sequences")
+    __slots__ = ("_num_taken", "_owner", "adapter", "context", "dropped", "error", "metrics", "options", "params",
+                 "reader", "request_id", "sequences")
 
     def __init__(
         self, request_id: str, sequences: list[Sequence], params: SamplingParams, options: RequestOptions,
@@ -78,6 +79,8 @@ class Request:
         self.error: Exception | None = None
         self.reader: ReadsHidden | None = None
         """Takes the hidden states of a request that generates nothing."""
+        self.adapter: LoadedAdapter | None = None
+        """What its ``lora`` stood for when it was accepted."""
         self.context: object = None
         """What an observer says that the present turn belongs to."""
         self.metrics = RequestMetrics(arrival_s)

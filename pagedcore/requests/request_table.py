@@ -7,6 +7,7 @@ Every id given out is made here, so that no caller can name another's request. W
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -15,6 +16,7 @@ from itertools import count
 from typing import Final
 
 from pagedcore.errors import InvalidMaxTokens, InvalidRequest, RequestStateError
+from pagedcore.lora.registry import AdapterRegistry, LoadedAdapter
 from pagedcore.outputs import FinishReason, RequestMetrics, TokenLogprobs
 from pagedcore.protocols import Clock, Constraint
 from pagedcore.request_options import RequestOptions
@@ -81,6 +83,7 @@ class RequestTable:
     seed: int
     """Requests without a seed of their own are seeded from this one, by their arrival."""
     shares_prefixes: bool
+    adapters: AdapterRegistry
     num_short_tokens: int | None = None
     """As of a ``Sequence``: what the model says."""
     _by_id: dict[str, Request] = field(default_factory=dict, init=False)
@@ -110,9 +113,11 @@ class RequestTable:
 
         It arrived ``held_s`` seconds ago, and its time limits began there.
 
-        Raises ``InvalidRequest`` if its label is taken, ``EngineOverloaded``; then nothing changed.
+        Raises ``InvalidRequest`` if its label is taken, ``UnknownAdapter`` if its adapter is not loaded any more,
+        ``EngineOverloaded``; then nothing changed.
         """
         options, params = processed.options, processed.params
+        adapter = self.adapters.find(options.lora)
         label = (options.salt, options.request_id)
         if label in self._labels:
             raise InvalidRequest(
@@ -122,12 +127,13 @@ class RequestTable:
         arrival, request_id = next(self._arrivals), secrets.token_hex(16)
         seed = params.seed if params.seed is not None else self.seed + arrival * SEED_STRIDE
         arrival_s = self.clock.now() - held_s
-        sequences = self._new_sequences(processed, params.n, self.sequence_ids, (arrival, arrival_s), request_id, seed)
+        sequences = self._new_sequences(processed, params.n, self.sequence_ids, (arrival, arrival_s), request_id, seed,
+                                        adapter=adapter)
         if params.prompt_logprobs is not None:
             # Why: the first one reports the prompt for all of them; the others wait for what it computes.
             sequences[0].prompt_logprobs = []
         request = Request(request_id, sequences, params, options, self.owner, arrival_s)
-        request.context = processed.context
+        request.context, request.adapter = processed.context, adapter
         if processed.new_reader is not None:
             request.reader = processed.new_reader()
             sequences[0].hidden_from = request.reader.first
@@ -214,7 +220,7 @@ class RequestTable:
 
     def revive(
         self, snapshot: SequenceSnapshot, options: RequestOptions, cache_root: bytes | None = None, *,
-        is_shared: bool = True,
+        is_shared: bool = True, adapter: LoadedAdapter | None = None,
     ) -> Request:
         """Make a finished request with this past, which the caller has checked and which ``adopt`` is to keep.
 
@@ -226,15 +232,17 @@ class RequestTable:
             next(self.sequence_ids), list(snapshot.token_ids), snapshot.params, max_tokens=snapshot.max_tokens,
             seed=snapshot.seed, stop_token_ids=self.inputs.stop_token_ids(snapshot.params),
             options=options.without_salt(), arrival=next(self._arrivals),
-            cache_root=cache_root or self._root(options.salt, request_id, self.shares_prefixes and is_shared),
-            num_short_tokens=self.num_short_tokens,
+            cache_root=cache_root or self._root(options.salt, request_id, self.shares_prefixes and is_shared, adapter),
+            num_short_tokens=self.num_short_tokens, adapter=_number_of(adapter),
         )
         sequence.move_to(SequenceStatus.FINISHED)
         sequence.num_prompt_tokens, sequence.finish_reason = snapshot.num_prompt_tokens, snapshot.finish_reason
         sequence.logprobs = list(snapshot.logprobs)
         if snapshot.params.prompt_logprobs is not None:
             sequence.prompt_logprobs = list(snapshot.prompt_logprobs)
-        return Request(request_id, [sequence], snapshot.params, options, self.owner)
+        request = Request(request_id, [sequence], snapshot.params, options, self.owner)
+        request.adapter = adapter
+        return request
 
     def adopt(self, request: Request) -> None:
         """Keep a request that ``revive`` has made, with its text, until it is removed."""
@@ -283,6 +291,13 @@ class RequestTable:
             one.request_ended(request)
         self._labels.discard((request.options.salt, request.options.request_id))
         self._by_id.pop(request.request_id, None)
+        if request.adapter is not None:
+            self.adapters.forget_unused()
+
+    @property
+    def num_by_adapter(self) -> Counter[int]:
+        """How many of these requests have an adapter, by its number."""
+        return Counter(one.adapter.number for one in self._by_id.values() if one.adapter is not None)
 
     def _start(self, request: Request, processed: ProcessedRequest) -> None:
         """Let a turn wait: its own sequences, or the candidates among which its completions will be chosen."""
@@ -296,27 +311,37 @@ class RequestTable:
 
     def sequences_of_quote(self, processed: ProcessedRequest) -> list[Sequence]:
         """Make the sequences that a request would have if it came now, as the latest of all; nothing knows them."""
-        latest = _AFTER_ALL, self.clock.now()
-        return self._new_sequences(processed, processed.params.num_sequences, count(_AFTER_ALL), latest, "")
+        latest, adapter = (_AFTER_ALL, self.clock.now()), self.adapters.find(processed.options.lora)
+        return self._new_sequences(
+            processed, processed.params.num_sequences, count(_AFTER_ALL), latest, "", adapter=adapter)
 
     def _new_sequences(
         self, processed: ProcessedRequest, num: int, ids: Iterator[int], arrival: tuple[int, float], request_id: str,
-        seed: int = 0,
+        seed: int = 0, *, adapter: LoadedAdapter | None = None,
     ) -> list[Sequence]:
-        root = self._root(processed.options.salt, request_id, self.shares_prefixes)
+        root = self._root(processed.options.salt, request_id, self.shares_prefixes, adapter)
         seen = processed.options.without_salt()
         return [
             Sequence(
                 next(ids), processed.token_ids, processed.params, max_tokens=processed.max_tokens,
                 seed=(seed + index * SEED_STRIDE) % SEED_RANGE, stop_token_ids=processed.stop_token_ids, options=seen,
                 arrival=arrival[0], arrival_s=arrival[1], cache_root=root,
-                num_short_tokens=self.num_short_tokens,
+                num_short_tokens=self.num_short_tokens, adapter=_number_of(adapter),
                 constraint=processed.constraint.branch() if processed.constraint is not None else None,
             )
             for index in range(num)
         ]
 
-    def _root(self, salt: bytes, request_id: str, is_shared: bool) -> bytes:
+    def _root(
+        self, salt: bytes, request_id: str, is_shared: bool, adapter: LoadedAdapter | None = None
+    ) -> bytes:
         # Why: without sharing, a request's completions and turns still share with each other.
         own = {} if is_shared else {"request": request_id.encode()}
+        if adapter is not None:
+            # Safety: another adapter makes other keys and values of the same tokens.
+            own["adapter"] = adapter.digest
         return self.scheduler.kv_cache.device.hasher.root({"salt": salt, **own})
+
+
+def _number_of(adapter: LoadedAdapter | None) -> int | None:
+    return None if adapter is None else adapter.number

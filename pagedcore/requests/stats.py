@@ -55,6 +55,15 @@ class EngineStats(SchedulerStats):
     speculation: str = "off"
     """Whether tokens are guessed ahead: "on", or "off" and, where it was asked for, the reason; "on" with why
     ``speculative_model`` guesses no more, if that has failed."""
+    num_adapters: int = 0
+    """Names of adapters that requests may give as ``lora``."""
+    num_adapters_in_slots: int = 0
+    adapter_bytes: int = 0
+    """Of what is in slots, or on its way there."""
+    num_adapter_loads: int = 0
+    """Times an adapter came into a slot."""
+    num_adapter_failures: int = 0
+    """Times one could not be read when it was needed."""
 
     @property
     def goodput(self) -> float:
@@ -88,7 +97,7 @@ class StepStats:
     waits: dict[str, int]
     """How many sequences wait after it, by reason: "company" (``min_batch_size``), "rows" (``max_num_seqs``), "tokens"
     (the budget), "blocks" (the KV pool), "phase" (a step of decode rows), "prefix" (another sequence computes it),
-    "transfer" (from or to the host), "tenant" (it has as much as it may),
+    "transfer" (from or to the host), "tenant" (it has as much as it may), "adapter" (its adapter is in no slot yet),
     "batch" (a static one runs), "new" (it came with this step); and "stall": running
     ones that lacked a block."""
     preemptions: dict[str, int]

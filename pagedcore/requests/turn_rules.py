@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import takewhile
+from typing import Final
 
 from pagedcore.errors import DeadlineMissed, QueueTimeout
 from pagedcore.protocols import Clock
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence
+
+_ITS_ADAPTER: Final = "its adapter"
 
 
 class TurnRules:
@@ -30,7 +33,8 @@ class TurnRules:
             self._expire(self.queue_timeout_s)
         if self._scheduler.rules.policy.sheds_late:
             for one in self._scheduler.queues.late_ones(self._clock.now()):
-                self._outputs.end_waiting([one], DeadlineMissed(one.options.deadline_s or 0.0))
+                self._outputs.end_waiting(
+                    [one], DeadlineMissed(one.options.deadline_s or 0.0, waits_for=self._lack_of(one)))
 
     def _expire(self, limit_s: float) -> None:
         latest_s = self._clock.now() - limit_s
@@ -40,5 +44,11 @@ class TurnRules:
         ))
         if self._scheduler.rules.policy.promises:
             expired = [one for one in expired if one.options.deadline_s is None]
-        if expired:
-            self._outputs.end_waiting(expired, QueueTimeout(limit_s))
+        for lack in ("", _ITS_ADAPTER):
+            if alike := [one for one in expired if self._lack_of(one) == lack]:
+                self._outputs.end_waiting(alike, QueueTimeout(limit_s, waits_for=lack))
+
+    def _lack_of(self, sequence: Sequence) -> str:
+        """Say what kept a waiting sequence from starting, if that was not the queue."""
+        is_there = sequence.adapter is None or sequence.adapter in self._scheduler.adapters.slot_of
+        return "" if is_there else _ITS_ADAPTER

@@ -130,11 +130,13 @@ class SchedulePlan:
     """Of the ``PolicyView`` that it was made with."""
     stopped_by: str = ""
     """Why admission ended before the end of the queue: "rows", "tokens", "blocks", "phase", "transfer" or "batch" (a
-    static one runs); empty if it did not."""
+    static one runs); "adapter": it did not, but sequences wait for theirs; empty if it did not."""
     num_drafts: int = 0
     """Of all rows together: how many of the tokens are drafts."""
     to_draft: tuple[tuple[Sequence, int], ...] = ()
     """Sequences that a model might be asked for so many drafts of, after which another plan is made."""
+    awaiting: tuple[int, ...] = ()
+    """Ids of waiting sequences that were passed over because their adapter is in no slot yet."""
     num_tokens: int = field(init=False)
     """Tokens computed in this step."""
     moves_blocks: bool = field(init=False)

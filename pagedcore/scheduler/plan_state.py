@@ -42,13 +42,16 @@ class PlanState:
     """
 
     def __init__(
-        self, rules: PlanningRules, kv_cache: KVCacheManager, running: Iterable[Sequence], waiting: Iterable[Sequence]
+        self, rules: PlanningRules, kv_cache: KVCacheManager, running: Iterable[Sequence], waiting: Iterable[Sequence],
+        awaiting: tuple[int, ...] = (),
     ) -> None:
         self.rules = rules
         self.kv_cache = kv_cache
         self.blocks, self.host = kv_cache.device, kv_cache.host
         self.running = list(running)
         self.waiting = list(waiting)
+        self.awaiting = awaiting
+        """Ids of further ones, which wait for their adapters and are not planned for."""
         self.free = self.blocks.num_available_blocks
         has_host = self.host.num_blocks > 0
         self.arriving = self.host.num_leaving_blocks if has_host else 0

@@ -16,6 +16,7 @@ from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_match import NO_MATCH
 from pagedcore.outputs import FinishReason
+from pagedcore.scheduler.adapter_slots import AdapterMoves, AdapterSlots
 from pagedcore.scheduler.batch_gate import ALWAYS_OPEN, BatchGate
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan, StepInFlight
@@ -47,6 +48,7 @@ class Scheduler:
         self, kv_cache: KVCacheManager, policy: Policy, *, max_num_seqs: int, max_num_batched_tokens: int,
         max_num_waiting: int, admission: str = "optimistic", preemption: str = "auto", max_scored_tokens: int,
         gate: BatchGate = ALWAYS_OPEN, phases: str = "mixed", prefill_share: float = 1.0,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         self.kv_cache = kv_cache
         self._blocks = kv_cache.device
@@ -67,6 +69,8 @@ class Scheduler:
         self.counters = SchedulerCounters()
         self._in_flight: StepInFlight | None = None
         self.moves = Swapping(kv_cache, self.running, self.waiting, self.counters, preemption_rules)
+        self.adapters = adapters if adapters is not None else AdapterSlots()
+        """Where the adapters of sequences are."""
         self.speculation: Speculation | None = None
         """What gives rows drafts; ``None``: nothing does."""
         self._drafted: dict[int, ScheduledRow] = {}
@@ -227,7 +231,7 @@ class Scheduler:
         speculation = self.speculation if most_tokens is None else None
         plan = self._plan(rules, may_wait=True, speculation=speculation)
         if not (plan.rows or plan.moves_blocks or self.is_gated or not self.has_work
-                or self.kv_cache.host.has_awaited):
+                or self.kv_cache.host.has_awaited or self._awaits_adapters(plan)):
             plan = self._plan(rules, may_wait=False)
             # Why: a store that hangs may keep the blocks that are lacking; then only its end can help.
             if not plan.rows and not plan.moves_blocks and not self.kv_cache.host.withholds_blocks:
@@ -236,6 +240,10 @@ class Scheduler:
                     f"{self._blocks.num_available_blocks} of {self._blocks.num_blocks} blocks available"
                 )
         return plan
+
+    def adapter_moves(self) -> AdapterMoves:
+        """Return which adapters have to come, and which leave for them, so that waiting sequences can start."""
+        return self.adapters.moves(self.running.sequences, self._startable(), self._keeps_adapter)
 
     def make_room(self, plan: SchedulePlan) -> list[Transfer]:
         """Carry out what a plan with ``moves_blocks`` asks for; return the transfers to start now.
@@ -314,6 +322,8 @@ class Scheduler:
         for row in rows:
             if row.sequence.sequence_id in started or row.sequence.num_cached_tokens is None:
                 self.moves.note_found(row.sequence, row.start)
+        if self.adapters.slot_of:
+            self.adapters.note_used(row.sequence.adapter for row in rows)
         if plan.num_drafts:
             self._drafted = {row.sequence.sequence_id: row for row in rows if row.drafts}
         return self._advance(rows, sampled)
@@ -371,6 +381,8 @@ class Scheduler:
             "running": [one.sequence_id for one in self.running], "policy": self.rules.policy.name,
             "phases": list(self._phases), "counters": self.counters.snapshot(), "costs": self.costs.snapshot(),
             "queues": self.queues.snapshot(), "moves": self.moves.snapshot(), **self.kv_cache.snapshot(),
+            # Why if: most models have none, and what they have recorded stays as it is.
+            **({"adapters": self.adapters.snapshot()} if self.adapters.num_slots else {}),
         }
 
     def restore(self, state: Mapping[str, Any], sequences: Mapping[int, Sequence]) -> None:
@@ -391,6 +403,8 @@ class Scheduler:
         self._phases = tuple(state["phases"])
         self.counters.restore(state["counters"])
         self.costs.restore(state["costs"])
+        if self.adapters.num_slots:
+            self.adapters.restore(state["adapters"])
 
     def _require_fit(self, num_tokens: int) -> None:
         if not self.can_ever_fit(num_tokens):
@@ -402,16 +416,30 @@ class Scheduler:
     def _plan(
         self, rules: PlanningRules, *, may_wait: bool, speculation: Speculation | None = None
     ) -> SchedulePlan:
-        queues = self.running.sequences, self.waiting.startable() if self.waiting.gated else self.waiting.sequences
+        waiting, awaiting = self._startable(), tuple[int, ...]()
+        if self.adapters.num_slots and waiting:
+            waiting, awaiting = self.adapters.startable(waiting, self._keeps_adapter)
         for phase in self._phases:
             of_phase = rules if phase == rules.phase else replace(rules, phase=phase)
-            state = PlanState(of_phase, self.kv_cache, *queues)
+            state = PlanState(of_phase, self.kv_cache, self.running.sequences, waiting, awaiting)
             planner = StepPlanner(state, may_wait=may_wait, view=self.queues.view, speculation=speculation)
             plan = planner.plan()
             self.waiting.failure = self.waiting.failure or planner.policy_failure
             if plan.rows or plan.moves_blocks:
                 break
         return plan
+
+    def _startable(self) -> ListOf[Sequence]:
+        return self.waiting.startable() if self.waiting.gated else self.waiting.sequences
+
+    def _keeps_adapter(self, waiting: Sequence) -> bool:
+        number = waiting.sequence_id
+        return self._blocks.num_blocks_of(number) > 0 or self.kv_cache.host.is_moving(number)
+
+    def _awaits_adapters(self, plan: SchedulePlan) -> bool:
+        """Whether nothing runs, and all that may start waits for adapters on their way."""
+        num_left = len(self.waiting) - len(self.waiting.gated) - len(plan.awaiting)
+        return bool(plan.awaiting) and not len(self.running) and num_left == 0
 
     def _require_in_flight(self, plan: SchedulePlan) -> StepInFlight:
         if self._in_flight is None or self._in_flight.plan is not plan:

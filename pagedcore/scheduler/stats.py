@@ -117,12 +117,14 @@ def waits_after(plan: SchedulePlan, waiting: WaitingQueue, host: HostCache) -> d
     """Count the sequences that wait after a step, and running ones that stalled in it, by reason.
 
     Reasons are "company" (the gate), "prefix" (another sequence computes it), "transfer", "stall", "tenant" (it has as
-    much as it may), "new" (it came with this step), or those of ``SchedulePlan.stopped_by``.
+    much as it may), "adapter" (its own is in no slot), "new" (it came with this step), or those of
+    ``SchedulePlan.stopped_by``.
     """
     num_gated = len(waiting.gated)
     num_moving = sum(map(host.is_moving, [one.sequence_id for one in waiting])) if host.in_flight else 0
     counts = {"company": num_gated, "prefix": plan.num_deferred, "transfer": num_moving,
-              "stall": plan.num_stalled_rows, "tenant": len(plan.capped)}
-    reason, num_named = plan.stopped_by or "new", num_gated + plan.num_deferred + num_moving + len(plan.capped)
+              "stall": plan.num_stalled_rows, "tenant": len(plan.capped), "adapter": len(plan.awaiting)}
+    num_named = num_gated + plan.num_deferred + num_moving + len(plan.capped) + len(plan.awaiting)
+    reason = plan.stopped_by if plan.stopped_by not in ("", "adapter") else "new"
     counts[reason] = counts.get(reason, 0) + len(waiting) - num_named
     return {name: count for name, count in counts.items() if count > 0}

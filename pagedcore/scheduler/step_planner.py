@@ -68,8 +68,8 @@ class StepPlanner:
         return SchedulePlan(
             tuple(state.rows.values()), tuple(state.admitted), tuple(state.preempted.values()),
             tuple(state.freed.values()), tuple(state.swap_ins), state.num_stalled_rows, state.num_deferred,
-            tuple(state.capped), self._view.number, state.stopped_by, state.num_drafts,
-            tuple(state.to_draft),
+            tuple(state.capped), self._view.number, state.stopped_by or ("adapter" if state.awaiting else ""),
+            state.num_drafts, tuple(state.to_draft), state.awaiting,
         )
 
     def _advance_running(self) -> None:

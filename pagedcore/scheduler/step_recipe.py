@@ -11,6 +11,7 @@ from collections.abc import Sequence as ListOf
 from typing import Protocol, TypeVar, runtime_checkable
 
 from pagedcore.kv_cache.host_cache import Transfer
+from pagedcore.scheduler.adapter_slots import AdapterMoves
 from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
 
@@ -51,6 +52,14 @@ class TakesDrafts(Protocol[Drawn]):
 
     def publish_further(self, news: ListOf[NewToken]) -> None:
         """Take what ``further_tokens`` have appended, row by row."""
+
+
+@runtime_checkable
+class LoadsAdapters(Protocol):
+    """A ``StepHost`` that has to read adapters; with others, they are there at once."""
+
+    def move_adapters(self, moves: AdapterMoves) -> None:
+        """Empty the slots of some adapters, and begin to load others."""
 
 
 def run_step(scheduler: Scheduler, host: StepHost[Sampled], most_tokens: int | None = None) -> SchedulePlan:
@@ -103,6 +112,9 @@ def next_plan(scheduler: Scheduler, host: StepHost[Sampled], most_tokens: int | 
     """
     if scheduler.kv_cache.host.num_blocks:
         host.move_blocks()
+    if scheduler.adapters.sizes and (moves := scheduler.adapter_moves()).load:
+        move = host.move_adapters if isinstance(host, LoadsAdapters) else scheduler.adapters.carry_out
+        move(moves)
     plan = scheduler.schedule(most_tokens)
     while plan.moves_blocks:
         host.make_room(plan, scheduler.make_room(plan))

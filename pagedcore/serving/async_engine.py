@@ -30,6 +30,7 @@ from pagedcore.requests.request import Request
 from pagedcore.requests.stats import EngineStats
 from pagedcore.requests.validation import validate_timeout
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.serving.async_adapters import AsyncAdapters
 from pagedcore.serving.async_calls import AsyncCalls
 from pagedcore.serving.async_embedding import AsyncEmbeddings
 from pagedcore.serving.async_session import AsyncSession
@@ -54,7 +55,8 @@ _quote: Callable[..., Coroutine[Any, Any, Quote]] = delegate("pagedcore.analysis
 
 
 class AsyncEngine(
-    AsyncCalls, AsyncEmbeddings, AbstractContextManager["AsyncEngine"], AbstractAsyncContextManager["AsyncEngine"]
+    AsyncCalls, AsyncEmbeddings, AsyncAdapters, AbstractContextManager["AsyncEngine"],
+    AbstractAsyncContextManager["AsyncEngine"],
 ):
     """Continuous batching for concurrent callers.
 
@@ -93,7 +95,7 @@ class AsyncEngine(
         self.chat_format = engine.chat_format
         """How the model writes calls of tools and reasoning, for those who read its chats."""
         self.input_processor = engine.input_processor
-        self._read_session = engine.sessions.read
+        self._read_session, self._adapter_registry = engine.sessions.read, engine.adapter_registry
         scheduler = engine.scheduler
         self._commands = Commands(Places(engine.input_processor.max_num_waiting, lambda: scheduler.num_unstarted))
         self._long_prompts = LongPrompts(self._commands)

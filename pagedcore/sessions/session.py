@@ -12,11 +12,13 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
 from pagedcore.config.limits import MAX_SESSIONS
 from pagedcore.errors import (
+    AdapterMismatch,
     EngineClosed,
     InvalidRequest,
     InvalidSalt,
@@ -24,6 +26,7 @@ from pagedcore.errors import (
     SessionStateError,
     TooManySessions,
 )
+from pagedcore.lora.registry import LoadedAdapter
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.protocols import Constraint, ModelFingerprint
 from pagedcore.request_options import OptionKeywords, RequestOptions, read_options
@@ -150,7 +153,8 @@ class Session(AbstractContextManager["Session"]):
         snapshot, root = (SequenceSnapshot.of(sequence), sequence.cache_root) if sequence is not None else (None, None)
         # Why: a label belongs to one request; the original keeps it.
         options = replace(self._options, request_id=None)
-        return self._store.open(self._params, options, snapshot, root)
+        adapter = self._request.adapter if self._request is not None else None
+        return self._store.open(self._params, options, snapshot, root, adapter=adapter)
 
     def export(self, path: str | os.PathLike[str], include_kv: bool = True) -> None:
         """Write everything that decides how the session continues, for ``Engine.import_session``.
@@ -163,6 +167,7 @@ class Session(AbstractContextManager["Session"]):
             SessionStateError: the session is closed.
             InvalidSessionFile, OSError: it would be too large to import or has a ``logits_processor``, or cannot be
                 written; ``path`` is as it was.
+            UnknownAdapter: it was asked nothing yet, and its ``lora`` is not loaded any more.
         """
         run(self.export_operation(path, include_kv))
 
@@ -292,11 +297,14 @@ class Session(AbstractContextManager["Session"]):
         kv = parking.copy_kv(sequence) if sequence is not None and include_kv else None
         if stored is not None and (kv is None or kv.num_tokens < stored.num_tokens):
             kv = stored
+        adapter = self._request.adapter if self._request is not None else self._store.find_adapter(self._options)
+        digest = b"" if adapter is None else adapter.digest
         return SessionSnapshot(
             model=self._store.fingerprint, params=self._params, priority=self._options.priority,
             is_salted=self._options.cache_salt is not None,
             history=SequenceSnapshot.of(sequence) if sequence is not None else None, kv=kv,
-            kv_spec=self._store.describe_kv(self.token_ids, kv.num_tokens) if kv is not None else None,
+            kv_spec=self._store.describe_kv(self.token_ids, kv.num_tokens, digest) if kv is not None else None,
+            adapter=digest, adapter_name=(self._options.lora or "") if digest else "",
         )
 
     def _require_open(self, what: str) -> Sequence | None:
@@ -351,9 +359,29 @@ class SessionStore:
         """Read and check a session's files; callable from any thread. Errors as ``Engine.import_session``."""
         return read_session(Path(path), self.fingerprint, self.input_processor, self.describe_kv)
 
-    def describe_kv(self, token_ids: tuple[int, ...], num_tokens: int | None = None) -> KVSpec:
-        """Describe the KV of a sequence's first ``num_tokens`` tokens, or all, in a file that travels."""
-        return replace(self.parking.spec(token_ids, num_tokens), key=self.session_key)
+    def describe_kv(self, token_ids: tuple[int, ...], num_tokens: int | None = None, adapter: bytes = b"") -> KVSpec:
+        """Describe the KV of a sequence's first ``num_tokens`` tokens, or all, in a file that travels; ``adapter`` is
+        the digest of the one that it was computed with.
+        """
+        spec = self.parking.spec(token_ids, num_tokens)
+        # Safety: without it, KV of one adapter could be loaded as that of another.
+        form = sha256(f"{spec.kv_format} {adapter.hex()}".encode()).hexdigest() if adapter else spec.kv_format
+        return replace(spec, kv_format=form, key=self.session_key)
+
+    def find_adapter(self, options: RequestOptions) -> LoadedAdapter | None:
+        """Return what a session's ``lora`` stands for now. Raises ``UnknownAdapter``."""
+        return self.requests.adapters.find(options.lora)
+
+    def _adapter_for(self, snapshot: SessionSnapshot, options: RequestOptions) -> tuple[LoadedAdapter | None, str]:
+        """Return the adapter that a file names, and what it is called here. Raises ``AdapterMismatch``."""
+        name = options.lora
+        if name is None and snapshot.adapter:
+            name = self.requests.adapters.name_of(snapshot.adapter)
+        found = self.requests.adapters.find(name)
+        digest = b"" if found is None else found.digest
+        if digest != snapshot.adapter:
+            raise AdapterMismatch(snapshot.adapter.hex(), digest.hex(), snapshot.adapter_name)
+        return found, name or ""
 
     def take_in(self, snapshot: SessionSnapshot, given: OptionKeywords) -> Session:
         """Make a session of a file's contents. Errors as ``Engine.import_session``."""
@@ -363,13 +391,18 @@ class SessionStore:
             options = replace(options, priority=snapshot.priority)
         if snapshot.is_salted and options.cache_salt is None:
             raise InvalidSalt("cache_salt", None, "a salt, because the session was made with one")
-        return self.open(snapshot.params, options, snapshot.history, kv=snapshot.kv)
+        adapter, name = self._adapter_for(snapshot, options)
+        if name:
+            options = replace(options, lora=name)
+        return self.open(snapshot.params, options, snapshot.history, kv=snapshot.kv, adapter=adapter)
 
     def open(
         self, params: SamplingParams | None, options: RequestOptions, history: SequenceSnapshot | None = None,
-        cache_root: bytes | None = None, kv: KVCopy | None = None,
+        cache_root: bytes | None = None, kv: KVCopy | None = None, *, adapter: LoadedAdapter | None = None,
     ) -> Session:
-        """Make a session; one with a history shares the blocks of ``cache_root`` and has ``kv`` put into the cache."""
+        """Make a session; one with a history has that ``adapter``, shares the blocks of ``cache_root`` and has ``kv``
+        put into the cache.
+        """
         if self._is_closed:
             raise EngineClosed("this engine is closed; make a new one.")
         if len(self.sessions) >= MAX_SESSIONS:
@@ -380,7 +413,8 @@ class SessionStore:
             if history is not None:
                 # Safety: without a signature the blocks prove nothing, so that no other request may find them.
                 is_shared = kv is None or bool(self.session_key)
-                session.take_past(self.requests.revive(history, options, cache_root, is_shared=is_shared), kv)
+                past = self.requests.revive(history, options, cache_root, is_shared=is_shared, adapter=adapter)
+                session.take_past(past, kv)
         except BaseException:
             session.close()
             raise

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from pagedcore.config.field_rules import BOOLEAN, PRIORITY, FieldRule, integer, matching, one_of
+from pagedcore.config.field_rules import ADAPTER_NAME, BOOLEAN, PRIORITY, FieldRule, integer, matching, one_of
 from pagedcore.config.limits import MAX_COUNT, MAX_LARK_BYTES, MAX_LOGPROBS, MAX_SEED, MAX_SESSION_FILE_BYTES
 from pagedcore.config.strict_json import load_json
 from pagedcore.errors import InvalidRequest, InvalidSessionFile, ModelMismatch
@@ -61,7 +61,10 @@ _FIELDS: Final = {
     "params": set(_FIRST_PARAMS),
     "history": {"token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "finish_reason", "logprobs"},
     "kv": {"num_tokens", "block_size", "block_bytes", "kv_format", "block_digests"},
+    "adapter": {"digest", "name"},
 }
+_OPTIONAL: Final = {"params": _LATER_PARAMS.keys(), "body": {"adapter"}}
+"""Fields that a file need not have."""
 _NUM_BASE_BYTES: Final = 2**16 + 12 * MAX_LARK_BYTES
 """At least what a file without tokens takes: twice the parameters, most of them biases, stop strings and a grammar, of
 which JSON writes a byte as six."""
@@ -70,8 +73,8 @@ _NUM_BYTES_PER_TOKEN: Final = 80 + 46 * (MAX_LOGPROBS + 1)
 _MAX_LOGPROB: Final = 0.001
 """Above 0, because the logarithm of a certain token's probability is rounded."""
 
-DescribeKV = Callable[[tuple[int, ...], int], KVSpec]
-"""``(token_ids, num_tokens) -> spec`` of the KV of a sequence's first tokens, as this engine makes it."""
+DescribeKV = Callable[[tuple[int, ...], int, bytes], KVSpec]
+"""``(token_ids, num_tokens, adapter) -> spec`` of the KV of a sequence's first tokens, as this engine makes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +91,10 @@ class SessionSnapshot:
     """``None`` before the first turn."""
     kv_spec: KVSpec | None = None
     kv: KVCopy | None = None
+    adapter: bytes = b""
+    """The digest of the adapter that it is computed with; empty: none."""
+    adapter_name: str = ""
+    """What that was called, for messages."""
 
 
 def write_session(path: Path, snapshot: SessionSnapshot) -> None:
@@ -138,8 +145,15 @@ def read_session(
     history = None if body["history"] is None else _history(_mapping(body, "history"), inputs)
     params = None if body["params"] is None else _params(_mapping(body, "params"), inputs)
     priority, is_salted = _field(body, "priority", PRIORITY), _field(body, "is_salted", BOOLEAN)
-    kv = None if body["kv"] is None else _kv(path, _mapping(body, "kv"), history, describe_kv)
-    return SessionSnapshot(model=model, params=params, priority=priority, is_salted=is_salted, history=history, kv=kv)
+    adapter, name = _adapter(_mapping(body, "adapter")) if "adapter" in body else (b"", "")
+    kv = None if body["kv"] is None else _kv(path, _mapping(body, "kv"), history, describe_kv, adapter)
+    return SessionSnapshot(model=model, params=params, priority=priority, is_salted=is_salted, history=history, kv=kv,
+                           adapter=adapter, adapter_name=name)
+
+
+def _adapter(values: Mapping[str, Any]) -> tuple[bytes, str]:
+    name = "" if values["name"] == "" else _field(values, "name", ADAPTER_NAME)
+    return bytes.fromhex(_field(values, "digest", _DIGEST)), name
 
 
 def _kv_path(path: Path) -> Path:
@@ -166,6 +180,8 @@ def _body_of(snapshot: SessionSnapshot) -> dict[str, Any]:
         "kv": None if spec is None or kv is None else {
             "num_tokens": kv.num_tokens, **_form_of(spec), "block_digests": [key.hex() for key in spec.block_keys()],
         },
+        # Why if: files without an adapter can be read by earlier versions, and those with one must not be.
+        **({"adapter": {"digest": snapshot.adapter.hex(), "name": snapshot.adapter_name}} if snapshot.adapter else {}),
     }
 
 
@@ -234,7 +250,7 @@ def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _exactly(values: dict[str, Any], name: str) -> dict[str, Any]:
-    if values.keys() - (_LATER_PARAMS.keys() if name == "params" else ()) != _FIELDS[name]:
+    if values.keys() - _OPTIONAL.get(name, frozenset()) != _FIELDS[name]:
         missing = sorted(_FIELDS[name] - values.keys())
         raise InvalidSessionFile(f"{name}, fields", f"{len(values)} without {', '.join(missing) or 'the right names'}",
                                  f"exactly {', '.join(sorted(_FIELDS[name]))}", is_described=True)
@@ -307,13 +323,13 @@ def _logprob(text: Any) -> float:
 
 
 def _kv(
-    path: Path, values: Mapping[str, Any], history: SequenceSnapshot | None, describe_kv: DescribeKV
+    path: Path, values: Mapping[str, Any], history: SequenceSnapshot | None, describe_kv: DescribeKV, adapter: bytes
 ) -> KVCopy | None:
     """Return the KV if it is of use here; only a contradiction between digests and tokens refuses the file."""
     token_ids = history.token_ids if history is not None else ()
     num_tokens = _field(values, "num_tokens", integer(1, len(token_ids)))
     form = {name: _field(values, name, rule) for name, rule in _FORM.items()}
-    spec = describe_kv(token_ids, num_tokens)
+    spec = describe_kv(token_ids, num_tokens, adapter)
     if form != _form_of(spec):
         _log.info("session file: its KV was made in another form than this engine's; it is computed again")
         return None

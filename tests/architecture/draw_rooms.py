@@ -19,7 +19,7 @@ WORDS: dict[str, str] = {
     "metrics": "what is measured", "load_simulation": "load, virtual clock", "replay": "recordings again",
     "quotes": "when, and promises", "diagnosis": "why, and laws",
     "recorder": "decisions, kept", "plugins": "named tables, hooks", "engine": "the step loop",
-    "serving": "an engine on a thread",
+    "serving": "an engine on a thread", "lora": "adapters by name",
     "requests": "from prompt to output", "tool_calls": "calls and reasoning", "sessions": "wait, fork, travel",
     "execution": "a plan becomes tokens", "updates": "adapters of rows", "linears": "weights, products",
     "attention": "paged attention",

@@ -37,6 +37,7 @@ STOREYS: dict[str, dict[str, tuple[str, ...]]] = {
         "models": ("models",),
     },
     "requests": {
+        "lora": ("lora",),
         "requests": ("requests",),
         "sessions": ("sessions",),
     },

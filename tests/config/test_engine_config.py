@@ -56,6 +56,9 @@ ACCEPTED = {
     "control_tokens_in_chats": [False, True],
     "check_invariants": [False, True],
     "flight_recorder": ["off", "on", "tokens"],
+    "adapters": [{}, {"fr": "a/b", "de.v-1_": "/x"}],
+    "max_adapters": [None, 0, 1, 256],
+    "adapter_memory": [None, 2**20, "64MiB", 0.5],
     "speculation": ["off", "auto", {}, {"sources": ["text", "grammar"]}, {"sources": ("completions",), "most": 64}],
     "seed": [0, 2**63 - 1],
 }
@@ -100,6 +103,9 @@ REFUSED = {
     "control_tokens_in_chats": [None, 0, 1, "false"],
     "check_invariants": [None, 0, 1, "True"],
     "flight_recorder": [None, True, "", "all"],
+    "adapters": [None, [], "a", {"../a": "b"}, {"a:b": "c"}, {"": "b"}, {1: "b"}, {"a": 1}, {"a" * 65: "b"}],
+    "max_adapters": [-1, 257, True, "8", 1.5],
+    "adapter_memory": [0, -1, "x", 1.5, True],
     "speculation": [None, True, "", "on", {"source": ["text"]}, {"sources": []}, {"sources": "text"}, {"most": 0},
                     {"most": 65}, {"most": True}, {"sources": ["model"]}, [], {1: 2}],
     "seed": [-1, 2**63, None, True, 1.0, "1"],
@@ -197,7 +203,8 @@ def test_four_times_as_many_may_wait_as_run_unless_said():
 
 
 @pytest.mark.parametrize(("name", "advice"), [
-    ("enable_lora", "merge them into the weights"), ("tensor_parallel_size", "computes on one device"),
+    ("max_cpu_loras", 'adapter_memory="1GiB"'),
+    ("tensor_parallel_size", "computes on one device"),
     ("speculative_config", 'speculation="auto"'), ("quantization_config", 'quantization="w8a8"'),
     ("gpu_memory_utilization", 'kv_cache_memory="4GiB"'), ("swap_space", 'host_kv_memory="4GiB"'),
 ])
@@ -219,7 +226,7 @@ def test_unknown_settings_are_refused_with_the_nearest_and_the_known_ones(make):
         make(blocksize=3)
     with pytest.raises(InvalidConfig, match=r"unknown setting 'max_batchsize', .* Did you mean max_batch_size\?$"):
         make(max_batchsize=3)
-    with pytest.raises(InvalidConfig, match=r"unknown setting 'xyzzy', known are admission.*\.$"):
+    with pytest.raises(InvalidConfig, match=r"unknown setting 'xyzzy', known are adapter_memory, ada.*, admission.*\.$"):
         make(xyzzy=3)
     with pytest.raises(InvalidConfig, match=r"unknown setting a string of 70000 characters,"):
         make(**{"m" * 70_000: 1})

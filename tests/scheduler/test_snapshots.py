@@ -23,6 +23,7 @@ from pagedcore.kv_cache.host_cache import HostCache, Transfer
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_cache import CachedBlock, PrefixCache
 from pagedcore.request_options import RequestOptions
+from pagedcore.scheduler.adapter_slots import AdapterSlots
 from pagedcore.scheduler.cost_model import CostModel, Line
 from pagedcore.scheduler.plan import Preemption
 from pagedcore.scheduler.policy_queues import PolicyQueues
@@ -75,12 +76,13 @@ LEFT_OUT: dict[type, dict[str, str]] = {
     SchedulerCounters: {},
     Swapping: dict.fromkeys(("_kv_cache", "_blocks", "_host", "_running", "_waiting", "_counters", "_rules"), WIRING),
     Decision: {},
+    AdapterSlots: {"num_slots": SETTING, "num_bytes": SETTING},
     Preemption: {},
     ReuseRate: {"_capacity": SETTING},
     Sequence: {"params": TOKENS, "stop_token_ids": TOKENS, "constraint": TOKENS, "logprobs": TOKENS,
                "prompt_logprobs": TOKENS, "scored_as": TOKENS},
     RequestOptions: {**dict.fromkeys(("request_id", "cache_salt", "salt"), "who may share is in the cache root"),
-                     "speculate": DRAFTS},
+                     "speculate": DRAFTS, "lora": "the adapter that it stood for is in the sequence"},
 }
 """Every class of a scheduler's state, and what of it no snapshot has, with the reason."""
 
@@ -160,9 +162,11 @@ def make_unusual(scheduler: Scheduler) -> None:
     queues, moves = (scheduler.waiting, scheduler.running), scheduler.moves
     for one in [one for queue in queues for one in queue]:
         one.seed, one.is_in_session, one.is_adjusted, one.num_logprobs, one.score = 7, True, True, 2, -1.5
-        one.finish_reason = "abort"
+        one.finish_reason, one.adapter = "abort", 2
         one.options = replace(one.options, ttft_ms=5.0, tpot_ms=9.0)
     scheduler.waiting.gated = {one.sequence_id for one in scheduler.waiting.never_started()}
+    slots = scheduler.adapters = AdapterSlots(3, 100)
+    slots.sizes, slots.slot_of, slots.loading, slots.pinned, slots.load_s = {1: 9, 2: 9, 3: 9}, {2: 1}, {1: 3}, {2}, 0.5
     scheduler.costs.loss_share = 0.25
     scheduler.counters.num_drafted_tokens, scheduler.counters.num_accepted_tokens = 5, 2
     moves.due, moves.parked = list(scheduler.kv_cache.host.in_flight.values()), {10**6}

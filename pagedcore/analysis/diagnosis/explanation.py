@@ -52,7 +52,7 @@ def _explain(request: Request, engine: Engine) -> Explanation:
         return Explanation(request.request_id, state, num_blocks=num_held, num_pool_blocks=blocks.num_blocks)
     metrics = request.metrics
     start_s = metrics.pauses_s[-1][0] if metrics.pauses_s else metrics.arrival_s
-    has_own_reason = reason in ("company", "transfer")
+    has_own_reason = reason in ("company", "transfer", "adapter")
     waits_s = ((reason, now_s - start_s),) if has_own_reason else engine.wait_log.since(start_s, now_s)
     waiting = scheduler.waiting.sequences
     return Explanation(
@@ -91,6 +91,8 @@ def _stopped_by(sequence: Sequence, plan: SchedulePlan, scheduler: Scheduler) ->
     """Return why a plan does not admit a waiting sequence: as its queue's head, or because its prefix is computed."""
     if sequence.sequence_id in plan.capped:
         return "tenant"
+    if sequence.sequence_id in plan.awaiting:
+        return "adapter"
     passed = plan.num_deferred + len(plan.admitted) + len(plan.capped)
     is_passed = scheduler.waiting.startable().index(sequence) < passed
     if plan.num_deferred and (is_passed or not plan.stopped_by):

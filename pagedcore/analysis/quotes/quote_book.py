@@ -242,9 +242,11 @@ class QuoteBook(EngineObserver):
                 job.num_prefill = max(1, job.num_prefill - cached)
         forecast.run(started, behind, numbers[-1])
         ends = [forecast.end_s[one] for one in numbers if one in forecast.end_s]
-        first = numbers[0]
+        first, adapters = numbers[0], self._scheduler.adapters
         self.num_operations = forecast.num_operations
-        return forecast.start_s[first], forecast.first_s[first], max(ends)
+        # Why at all: files of adapters take as long as the latest ones did.
+        load_s = 0.0 if sequences[0].adapter in {None, *adapters.slot_of} else adapters.load_s
+        return forecast.start_s[first] + load_s, forecast.first_s[first] + load_s, max(ends) + load_s
 
     def _opens_s(self, sequences: ListOf[Sequence]) -> float:
         """Return in how many seconds the gate opens once these wait too; 0 or less: at once."""

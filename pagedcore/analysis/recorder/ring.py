@@ -30,6 +30,8 @@ MAX_BYTES: Final = 64 * 2**20
 
 _WITH_TOKENS: Final = frozenset({"add_sequences", "take_back", "add_branch", "restart", "park", "fetch"})
 """Verbs whose sequences may have changed outside of the scheduler."""
+ADAPTER_VERBS: Final = ("add_adapter", "remove_adapter", "pin_adapter", "begin_load", "end_load", "take_out")
+"""Of ``AdapterSlots``; numbers of adapters are no numbers of sequences."""
 _EVENT_BYTES: Final = 200
 
 Event = tuple[float, str, tuple[Any, ...], Any]
@@ -72,6 +74,7 @@ class FlightRecorder:
                          "accept", "settle")),
             (scheduler.moves, ("complete_transfer", "time_out_transfer", "take_due", "park", "fetch", "free_on_host")),
             (scheduler.waiting, ("open_gate", "count_as_new")),
+            (scheduler.adapters, ADAPTER_VERBS),
         ):
             for name in names:
                 setattr(owner, name, partial(self._call, name, getattr(owner, name)))
@@ -313,6 +316,8 @@ def _plan(plan: SchedulePlan) -> tuple[array[int], dict[str, Any]]:
         rest["loaded"] = [[one.sequence.sequence_id, *_match(one.match)] for one in plan.swap_ins]
     if plan.num_drafts:
         rest["drafts"] = [[row.sequence.sequence_id, len(row.drafts)] for row in plan.rows if row.drafts]
+    if plan.awaiting:
+        rest["awaiting"] = list(plan.awaiting)
     if plan.num_stalled_rows or plan.num_deferred or plan.stopped_by:
         rest["waits"] = [plan.num_stalled_rows, plan.num_deferred, plan.stopped_by]
     return rows, rest

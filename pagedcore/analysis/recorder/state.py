@@ -13,6 +13,7 @@ from pagedcore.kv_cache.eviction import POLICIES
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.outputs import FinishReason
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler.adapter_slots import AdapterSlots
 from pagedcore.scheduler.batch_gate import BatchGate
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.scheduler import Scheduler
@@ -47,6 +48,7 @@ def sequence_of(described: Mapping[str, Any], known: ReplayedSequence | None = N
 def settings_of(scheduler: Scheduler) -> State:
     """Return what a scheduler like this one is built with."""
     rules, device, host = scheduler.rules, scheduler.kv_cache.device, scheduler.kv_cache.host
+    slots = scheduler.adapters
     return {
         "num_blocks": device.num_blocks, "block_size": device.block_size, "num_host_blocks": host.num_blocks,
         "eviction": next(name for name, policy in POLICIES.items() if policy is device.policy),
@@ -57,6 +59,8 @@ def settings_of(scheduler: Scheduler) -> State:
         "max_scored_tokens": rules.max_scored_tokens, "prefill_share": rules.prefill_share,
         "phases": scheduler.phases,
         "min_batch_size": scheduler.gate.min_batch_size, "max_wait_s": scheduler.gate.max_wait_s,
+        # Why if: as in ``Scheduler.snapshot``.
+        **({"adapters": [slots.num_slots, slots.num_bytes]} if slots.num_slots else {}),
     }
 
 
@@ -71,6 +75,7 @@ def build_scheduler(settings: Mapping[str, Any], load_policy: Callable[[str, Any
     return Scheduler(
         kv_cache, load_policy(settings["policy"], settings["policy_options"]),
         gate=BatchGate(settings["min_batch_size"], settings["max_wait_s"]),
+        adapters=AdapterSlots(*settings.get("adapters", ())),
         **{name: settings[name] for name in names},
     )
 

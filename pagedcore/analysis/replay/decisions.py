@@ -12,7 +12,7 @@ from typing import Any
 
 from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.analysis.recorder.recording import Recording, canonical
-from pagedcore.analysis.recorder.ring import decision_of
+from pagedcore.analysis.recorder.ring import ADAPTER_VERBS, decision_of
 from pagedcore.analysis.recorder.state import ReplayedSequence, build_scheduler, comparable, restore, sequence_of
 from pagedcore.config.speculation import MOST_DRAFTS
 from pagedcore.drafting.drafts import Drafts
@@ -213,6 +213,8 @@ class SegmentReplay:
                 self.scheduler.moves.time_out_transfer(*given)
             case "take_due" | "park" | "fetch" | "free_on_host":
                 return decision_of(verb, getattr(self.scheduler.moves, verb)(*map(self._known, given)))
+            case _ if verb in ADAPTER_VERBS:
+                return decision_of(verb, getattr(self.scheduler.adapters, verb)(*given))
             case ("add_sequences" | "take_back" | "restart" | "add_branch" | "cancel_branch" | "finish_sequence"
                   | "remove_sequence"):
                 getattr(self.scheduler, verb)(*map(self._known, given))

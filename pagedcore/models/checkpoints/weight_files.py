@@ -48,9 +48,10 @@ def has_adapter(directory: Path) -> bool:
 
 
 def tell_adapter(directory: Path) -> None:
-    """Log that an adapter beside a model is not applied, if there is one."""
+    """Log that an adapter beside a model is not applied by itself, if there is one."""
     if has_adapter(directory):
-        _log.info("An adapter lies beside the model (%s): the model runs without it.", _ADAPTER)
+        _log.info("An adapter lies beside the model (%s): the model runs without it, save for requests with lora=... "
+                  "where adapters={...} names its directory.", _ADAPTER)
 
 
 def require_model(directory: Path) -> None:
