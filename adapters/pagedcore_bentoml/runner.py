@@ -138,6 +138,7 @@ class PagedCoreRunner(EngineLifetime):
             ttft_ms: the longest time to the first token, in milliseconds, likewise.
             tpot_ms: the longest mean time from token to token, in milliseconds, likewise.
             speculate: whether tokens may be guessed ahead, in an engine with ``speculation``; the answer is the same.
+            lora: the name of an adapter that the engine has loaded, to compute with.
             suffix: text behind the completion, which fills the gap, of a model with fill-in-the-middle tokens.
             ctx: BentoML's; an endpoint of your own that calls this one passes its own on, for ``salt_of``.
         """

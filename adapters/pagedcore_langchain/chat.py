@@ -197,6 +197,9 @@ class ChatPagedCore(PagedCoreSettings, BaseChatModel):
 
     @override
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        if (lora := kwargs.pop("lora", None)) is not None:
+            # Why: a name may stand for another adapter later, and the identity of a field says which.
+            return self.model_copy(update={"lora": lora})._get_llm_string(stop, **kwargs)
         return super()._get_llm_string(stop, **mask_salt(kwargs))
 
     @override

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from pagedcore import AsyncEngine
-from pagedcore.errors import NoEventLoop, NotPicklable
+from pagedcore.errors import NoEventLoop, NotPicklable, UnknownAdapter
 
 T = TypeVar("T")
 
@@ -35,6 +35,10 @@ async def on_loop(stream: AsyncIterator[T]) -> AsyncGenerator[T, None]:
     async with aclosing(cast(AsyncGenerator[T, None], stream)) as parts:
         async for part in parts:
             yield part
+
+
+def _files_of(directory: Path) -> list[tuple[str, int, int]]:
+    return sorted((path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in directory.glob("*"))
 
 
 class EngineHost:
@@ -80,9 +84,22 @@ class EngineHost:
             return self.engine.identity
         # Why: the demo model is installed together with this file.
         directory = Path(__file__).parent if self._model == "demo" else Path(self._model)
-        files = [(path.name, (stat := path.stat()).st_size, stat.st_mtime_ns) for path in directory.glob("*")]
+        files = _files_of(directory)
         settings = {name: value for name, value in self._settings.items() if name != "session_key"}
-        return sha256(repr((os.fspath(self._model), sorted(files), sorted(settings.items()))).encode()).hexdigest()
+        return sha256(repr((os.fspath(self._model), files, sorted(settings.items()))).encode()).hexdigest()
+
+    def identity_of(self, lora: str | None) -> str:
+        """Return the same for calls with an adapter: by its contents where an engine is there, else by its files."""
+        if lora is None:
+            return self.identity
+        if self._engine is None and isinstance(self._model, str | os.PathLike):
+            place = dict(self._settings.get("adapters", {})).get(lora)
+            return f"{self.identity}-{lora}-{_files_of(Path(place)) if place is not None else 'unknown'}"
+        try:
+            return self.engine.identity_of(lora)
+        except UnknownAdapter:
+            # Why no error: this is asked of a model that is only shown, too; a call with it is refused.
+            return f"{self.identity}-unknown"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Why: an engine belongs to its process; what is pickled builds its own, at its first use.

@@ -54,6 +54,8 @@ class OnEngine(BaseModel):
     """Share of the tenant beside others, under that policy; others refuse any but 1."""
     deadline_s: PositiveFloat | None = None
     """When a completion should end, in seconds, under the engine's "deadline" policy; others refuse it."""
+    lora: str | None = None
+    """The name of an adapter that the engine has loaded, to compute with; ``None``: the model alone."""
     host: EngineHost = Field(default=None, exclude=True, repr=False)  # type: ignore[assignment]  # Why: set below.
 
     @field_validator("engine_settings")
@@ -107,7 +109,7 @@ class OnEngine(BaseModel):
     def limits(self) -> dict[str, Any]:
         """What a call for vectors or scores tells the engine."""
         return {"timeout_s": self.timeout, "priority": self.priority, "tenant": self.tenant, "weight": self.weight,
-                "deadline_s": self.deadline_s, "cache_salt": reveal_secret(self.cache_salt)}
+                "deadline_s": self.deadline_s, "lora": self.lora, "cache_salt": reveal_secret(self.cache_salt)}
 
 
 def run_here(coroutine: Coroutine[Any, Any, T]) -> T:

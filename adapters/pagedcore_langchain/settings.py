@@ -44,8 +44,8 @@ _CALL_NAMES: Final = frozenset({"top_logprobs", *(field.name for field in fields
 
 
 class PagedCoreSettings(OnEngine):
-    """Fields of a model. Every name of ``SamplingParams``, and ``timeout``, ``priority``, ``cache_salt`` and
-    ``request_id``, may also be given per call or by ``bind``, and wins there.
+    """Fields of a model. Every name of ``SamplingParams``, and ``timeout``, ``priority``, ``cache_salt``, ``lora``
+    and ``request_id``, may also be given per call or by ``bind``, and wins there.
 
     A salt is a secret: ``repr``, callbacks, tracers and caches see a pseudonym of it. Where other objects of LangChain
     pass it on (``configurable``, ``bind`` of a chain), give a ``SecretStr``. ``request_id``, the caller's own label,
@@ -109,7 +109,10 @@ class PagedCoreSettings(OnEngine):
         if "stop" in settings:
             # Why: LangChain puts a call's own "stop" here, also where it is None.
             settings["default_stop"] = settings.pop("stop")
-        return mask_salt({"model": self.model, "engine": self.host.identity, **settings, "cache_salt": self.cache_salt})
+        if self.lora is not None:
+            settings["lora"] = self.lora
+        engine = self.host.identity_of(self.lora)
+        return mask_salt({"model": self.model, "engine": engine, **settings, "cache_salt": self.cache_salt})
 
     def _for_caller(self, keywords: dict[str, Any]) -> Self:
         """Move what a binding says of its caller from its keywords to a copy of this model."""
@@ -120,13 +123,13 @@ class PagedCoreSettings(OnEngine):
         return self.model_copy(update=said) if said else self
 
     def _with_keywords(self, keywords: dict[str, Any]) -> Self:
-        """Move a call's salt and sampling parameters from its keywords to a copy of this model: a completion model's
-        callbacks see all keywords, and its response cache distinguishes calls by fields only."""
-        salt = hide_salt(keywords).get("cache_salt")
+        """Move a call's salt, adapter and sampling parameters from its keywords to a copy of this model: a completion
+        model's callbacks see all keywords, and its response cache distinguishes calls by fields only."""
+        salt, lora = hide_salt(keywords).get("cache_salt"), keywords.pop("lora", None)
         keywords.pop("cache_salt", None)
         names = [name for name in keywords if name in _CALL_NAMES]
         given = {name: value for name in names if (value := keywords.pop(name)) is not None}
-        changes = {} if salt is None else {"cache_salt": salt}
+        changes = {name: value for name, value in (("cache_salt", salt), ("lora", lora)) if value is not None}
         if given:
             changes["sampling"] = {**self.sampling, **given}
         return self.model_copy(update=changes) if changes else self

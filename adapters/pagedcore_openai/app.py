@@ -23,6 +23,7 @@ from starlette.routing import Route
 from pagedcore import AsyncEngine, MemoryBudget, engine_metrics
 from pagedcore_http.drain import DrainSignal
 from pagedcore_http.present_objects import PresentObjects
+from pagedcore_openai.adapters import LoadAdapter, UnloadAdapter, roots_of
 from pagedcore_openai.calls import ServedModel
 from pagedcore_openai.chat import ChatCall
 from pagedcore_openai.completions import TextCall
@@ -55,7 +56,7 @@ MEMORY_SHARE: Final = 0.3
 """Share of free memory that the KV pools of several models take together when nothing is said."""
 _APP_OPTIONS: Final = frozenset({
     "api_keys", "salt_of", "hosts", "max_body_bytes", "max_open_calls", "body_s", "drain_s",
-    "metrics", "page", "origins", "max_priority", "weight_of", "recordings",
+    "metrics", "page", "origins", "max_priority", "weight_of", "recordings", "adapter_roots",
 })
 _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("POST", "/chat/completions", partial(Completing, kind=ChatCall)),
@@ -75,6 +76,8 @@ _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("GET", "/health", Health),
     ("GET", "/metrics", Metrics),
     ("GET", "/recording", Recording),
+    ("POST", "/load_lora_adapter", LoadAdapter),
+    ("POST", "/unload_lora_adapter", UnloadAdapter),
 )
 _STAINLESS: Final = ("Arch", "Async", "Custom-Poll-Interval", "Helper", "Helper-Method", "Lang", "OS",
                      "Package-Version", "Poll-Helper", "Raw-Response", "Read-Timeout", "Retry-Count", "Runtime",
@@ -105,7 +108,8 @@ class OpenAIApp(Starlette):
         self._owned = owned
         for one in service.models.values():
             engine_metrics(one.engine)
-        hidden = {Metrics: not service.shows_metrics, Recording: not service.shows_recordings}
+        hidden = {Metrics: not service.shows_metrics, Recording: not service.shows_recordings,
+                  LoadAdapter: not service.adapter_roots, UnloadAdapter: not service.adapter_roots}
         routes = [Route(prefix + path, endpoint, methods=[method])
                   for method, path, make in _ROUTES if not hidden.get(make, False)
                   for endpoint in (make(service),) for prefix in ("", "/v1")]
@@ -163,7 +167,7 @@ def openai_app(
     max_open_calls: int = MAX_OPEN_CALLS, body_s: float = BODY_S, drain_s: float = DRAIN_S,
     metrics: bool = False, page: bool = False, origins: Collection[str] | None = None,
     max_priority: int | None = None, weight_of: Callable[[Request], float] | None = None, recordings: bool = False,
-    owned: Collection[AsyncEngine] = (),
+    adapter_roots: Collection[str] = (), owned: Collection[AsyncEngine] = (),
 ) -> OpenAIApp:
     """Make the app around engines.
 
@@ -186,16 +190,20 @@ def openai_app(
         max_priority: the highest ``priority`` that a body may ask for; ``None``: any.
         recordings: whether there is ``/recording``, what the flight recorders have of all tenants together, with tokens
             if the engines keep these; with keys it needs the admin key, without them everybody who may call has it.
+        adapter_roots: directories below which the admin key may load adapters, by ``/v1/load_lora_adapter``; empty:
+            adapters are those that the engines were given.
         owned: engines that the app closes at its end; the owner of the others does.
 
     Raises:
-        InvalidConfig: there is no engine, a limit is not positive, or a host or an origin is none.
+        InvalidConfig: there is no engine, a limit is not positive, a host or an origin is none, or adapter roots are
+            no directories, or without an admin key.
         EngineClosed: an engine was closed.
     """
     by_name = {name: engines} if isinstance(engines, AsyncEngine) else engines
     models = {name: ServedModel.of(name, engine) for name, engine in by_name.items()}
     service = Service(models, api_keys, salt_of, Browsers(hosts, origins), max_body_bytes, max_open_calls, body_s,
-                      metrics, page_files() if page else {}, max_priority, weight_of, recordings)
+                      metrics, page_files() if page else {}, max_priority, weight_of, recordings,
+                      roots_of(adapter_roots))
     return OpenAIApp(service, drain_s, owned)
 
 

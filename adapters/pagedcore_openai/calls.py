@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Final
 
@@ -52,12 +52,23 @@ class ServedModel:
     spell: Spell
     created: int = field(default_factory=lambda: int(time.time()))
     stored: StoredResponses = field(default_factory=StoredResponses)
+    lora: str | None = None
+    """The adapter that its name stands for."""
 
     @classmethod
     def of(cls, name: str, engine: AsyncEngine) -> ServedModel:
         """Look at an engine, which takes a step at most. Raises ``EngineClosed``."""
         spell = lru_cache(_NAMED_TOKENS)(engine.token_text)
         return cls(name, engine, engine.stats().max_model_len, spell)
+
+
+def adapted(models: Mapping[str, ServedModel], name: str) -> ServedModel | None:
+    """Return the model that "base:adapter", or the own name of an adapter, stands for; ``None``: there is none."""
+    base, _, own = name.rpartition(":")
+    if base in models:
+        return replace(models[base], name=name, lora=own) if own in models[base].engine.adapter_names else None
+    found = next((one for one in models.values() if name in one.engine.adapter_names), None)
+    return None if found is None else replace(found, name=name, lora=name)
 
 
 class Call(ABC):
@@ -76,7 +87,7 @@ class Call(ABC):
         self.usages = known.usages_of(fields)
         self.has_token_ids = known.flag(fields, "return_token_ids")
         self.timeout_s = known.timeout_of(fields)
-        self.options = known.options_of(fields, caller, self.id)
+        self.options = known.options_of(fields, caller, self.id, served.lora)
         self.owner: object = None
         """Kept for the time of the call, so that the live view knows whose requests have its salt."""
         try:

@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,7 +24,7 @@ from pagedcore_http.event_stream import ClientGone, run_until_disconnect
 from pagedcore_http.events import encode
 from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, RETRY_ELSEWHERE_S, RefusedAtTheDoor
 from pagedcore_openai import fields as known
-from pagedcore_openai.calls import Call
+from pagedcore_openai.calls import Call, ServedModel
 from pagedcore_openai.chat_prompt import read_chat
 from pagedcore_openai.errors import openai_refusal
 from pagedcore_openai.service import Service
@@ -127,12 +128,28 @@ class Models(Endpoint):
         name = request.path_params.get("model")
         models = [
             {"id": one.name, "object": "model", "created": one.created, "owned_by": "pagedcore",
-             "max_model_len": one.max_model_len, "generation_defaults": one.engine.generation_defaults}
-            for one in self.service.models.values() if name in (None, one.name)
+             "max_model_len": one.max_model_len, "generation_defaults": one.engine.generation_defaults,
+             **({} if parent is None else {"parent": parent})}
+            for one, parent in self._listed(name)
         ]
-        if name is not None:
-            self.service.model_of({"model": name})
         return Response(encode(models[0] if name is not None else {"object": "list", "data": models}), media_type=JSON)
+
+    def _listed(self, name: str | None) -> list[tuple[ServedModel, str | None]]:
+        """Return models, and what each is an adapter of: the one of a name, or all, adapters behind theirs."""
+        models = self.service.models
+        if name is not None:
+            found = self.service.model_of({"model": name})
+            return [(found, None if found.lora is None else self._base_of(found))]
+        listed = list[tuple[ServedModel, str | None]]()
+        for base, one in models.items():
+            listed += [(one, None), *(
+                (replace(one, name=own if own not in models else f"{base}:{own}", lora=own), base)
+                for own in one.engine.adapter_names
+            )]
+        return listed
+
+    def _base_of(self, adapted: ServedModel) -> str:
+        return next(name for name, one in self.service.models.items() if one.engine is adapted.engine)
 
 
 class StoredResponse(Endpoint):

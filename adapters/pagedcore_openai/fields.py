@@ -222,13 +222,16 @@ def metadata_of(fields: Mapping[str, Any]) -> dict[str, str]:
     return given
 
 
-def options_of(fields: Mapping[str, Any], caller: Caller, label: str) -> OptionKeywords:
-    """Return the options of the request, with what the operator says of its caller.
+def options_of(fields: Mapping[str, Any], caller: Caller, label: str, lora: str | None = None) -> OptionKeywords:
+    """Return the options of the request, with what the operator says of its caller, and the adapter of its model's
+    name.
 
     Raises:
-        InvalidRequest: the priority, the salt, the label or the deadline is refused.
+        InvalidRequest: the priority, the salt, the label or the deadline is refused, or the body names two adapters.
     """
     given = {name: fields[name] for name in CALLERS_OPTIONS if name in fields}
+    if lora is not None and given.setdefault("lora", lora) != lora:
+        raise InvalidRequest("lora", given["lora"], "the adapter of the model's name, or none beside it")
     return caller.options(cast(OptionKeywords, {"request_id": label, **given}))
 
 

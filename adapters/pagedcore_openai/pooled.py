@@ -65,7 +65,7 @@ class PooledCall(ABC):
                                 f"This model answers no calls of {self.verb}: its engine is not here.")
         self.served, self.engine = served, served.engine
         self.id = f"{self.prefix}-{secrets.token_hex(16)}"
-        self.options = known.options_of(fields, caller, self.id)
+        self.options = known.options_of(fields, caller, self.id, served.lora)
         self.owner: object = None
         """Kept for the time of the call, so that the live view knows whose requests have its salt."""
         self.read(fields)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,7 +17,7 @@ from pagedcore_http.body import body_limit, read_object
 from pagedcore_http.drain import OpenCalls
 from pagedcore_http.refusals import NotServing, RefusedAtTheDoor
 from pagedcore_http.salts import Caller, Salt, combine_salts, derive_salt
-from pagedcore_openai.calls import ServedModel
+from pagedcore_openai.calls import ServedModel, adapted
 from pagedcore_openai.errors import FieldMissing, ModelNotFound
 from pagedcore_openai.live import LiveView
 from pagedcore_openai.tenants import ApiKeys, Browsers
@@ -60,6 +61,8 @@ class Service:
     max_priority: int | None = None
     weight_hook: Callable[[Request], float] | None = None
     shows_recordings: bool = False
+    adapter_roots: tuple[Path, ...] = ()
+    """Directories below which the admin key may load adapters; empty: there are no routes for that."""
     open_calls: OpenCalls = field(default_factory=OpenCalls)
     live: dict[str, LiveView] = field(init=False)
     """By model."""
@@ -70,6 +73,8 @@ class Service:
         self.live = {name: LiveView(one.engine) for name, one in self.models.items()}
         if not self.models:
             raise InvalidConfig("models: got none, needed is at least one.")
+        if self.adapter_roots and (self.api_keys is None or not self.api_keys.has_admin):
+            raise InvalidConfig("adapter_roots: they need an admin key, because whoever loads an adapter names files.")
         for name in ("max_body_bytes", "max_open_calls", "body_s"):
             if (given := getattr(self, name)) is not None and not given > 0:
                 raise InvalidConfig(f"{name}: got {given}, allowed is a number above 0.")
@@ -132,7 +137,7 @@ class Service:
                                    f"a whole one within {self.body_s:g} seconds") from None
 
     def model_of(self, fields: Mapping[str, Any]) -> ServedModel:
-        """Return the model that a call names; without a name the only one.
+        """Return the model that a call names, perhaps with an adapter of it; without a name the only one.
 
         Raises:
             ModelNotFound: no model has the name.
@@ -142,7 +147,7 @@ class Service:
         name = fields.get("model", next(iter(self.models)) if len(self.models) == 1 else None)
         if name is None:
             raise FieldMissing("model", "the name of a model that is served")
-        served = self.models.get(name) if isinstance(name, str) else None
+        served = (self.models.get(name) or adapted(self.models, name)) if isinstance(name, str) else None
         if served is None:
             raise ModelNotFound(name)
         if served.engine.health().status == "dead":

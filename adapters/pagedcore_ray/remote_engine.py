@@ -15,7 +15,8 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from pagedcore import AsyncEngine, Delta, Engine, Infill, SamplingParams
-from pagedcore.errors import EngineClosed, EngineOverloaded, InternalError
+from pagedcore.errors import EngineClosed, EngineOverloaded, InternalError, InvalidAdapter
+from pagedcore.outputs import AdapterInfo
 from pagedcore.request_options import OptionKeywords, read_options
 
 
@@ -34,7 +35,7 @@ class EngineCall:
     timeout_s: float | None = None
     wait_for_room: bool = False
     salt: bytes = field(default=b"", repr=False)
-    """The salt as it enters cache keys, for the router."""
+    """The salt as it enters cache keys, and the adapter, for the router."""
     gap: Infill | None = None
     """What the tokens are of, if they are those of a gap."""
 
@@ -56,6 +57,8 @@ class ModelFacts:
     max_num_waiting: int
     kv_bytes_per_token: int = 1
     is_schedule_invariant: bool = True
+    adapters: tuple[str, ...] = ()
+    """The names that the replicas' engines have adapters under."""
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Allocate nothing."""
@@ -69,7 +72,7 @@ class ModelFacts:
         """Look at an engine between two of its steps."""
         stats, door = engine.stats(), engine.input_processor
         return cls(door.vocab_size, stats.max_model_len, door.eos_token_ids, stats.block_size, stats.num_blocks,
-                   door.max_num_waiting)
+                   door.max_num_waiting, adapters=engine.adapter_registry.names)
 
 
 class RemoteEngine(AsyncEngine):
@@ -83,7 +86,17 @@ class RemoteEngine(AsyncEngine):
         super().__init__(Engine.from_pretrained(
             facts, tokenizer=tokenizer, num_kv_blocks=facts.num_kv_blocks, max_num_waiting=facts.max_num_waiting,
         ))
-        self._handle = handle
+        self._handle, self._adapters = handle, facts.adapters
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """The names of the adapters that the replicas were started with."""
+        return self._adapters
+
+    async def load_adapter(self, name: str, directory: Any) -> AdapterInfo:
+        """Refuse: replicas have the adapters of their settings. Raises ``InvalidAdapter``."""
+        raise InvalidAdapter("adapters", "one for a running deployment", "those of the deployment's settings",
+                             is_described=True)
 
     async def generate(
         self, prompt: Any, params: SamplingParams | None = None, *, timeout_s: float | None = None,
@@ -131,7 +144,9 @@ class RemoteEngine(AsyncEngine):
 
     async def _call(self, prompt: Any, params: SamplingParams | None, options: Any, timeout_s: float | None,
                     wait_for_room: bool) -> EngineCall:
-        salt = read_options(options, "timeout_s", "wait_for_room").salt
+        asked = read_options(options, "timeout_s", "wait_for_room")
+        # Why: equal tokens under two adapters share no cached prefix.
+        salt = asked.salt if asked.lora is None else asked.salt + b"\0" + asked.lora.encode()
         token_ids = await asyncio.to_thread(self.encode, prompt)
         # Why: tokens do not say that they are a gap's, at which other tokens end.
         gap = prompt if type(prompt) is Infill else None

@@ -28,16 +28,19 @@ def chat(
     quantization: common.QuantizationOption = None,
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
+    adapter: common.AdapterOption = None,
     config: common.ConfigOption = None,
 ) -> None:
     """Talk to a model; an empty line is skipped, /new starts again, /exit or end of input leaves."""
     from pagedcore import SamplingParams
 
+    adapters = common.adapters_of(adapter)
     params = SamplingParams(max_tokens=max_tokens, seed=seed, **common.chosen(temperature=temperature, top_p=top_p))
     with common.open_engine(model, config, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
                             num_kv_blocks=blocks,
-                            max_model_len=max_model_len) as engine:
-        conversation, notes = Conversation(engine, params, system), common.error_console()
+                            max_model_len=max_model_len, adapters=adapters) as engine:
+        conversation = Conversation(engine, params, system, common.only_adapter(adapters))
+        notes = common.error_console()
         while (line := _read_line()) is not None and line not in _LEAVE:
             if line == "/new":
                 conversation.restart()
@@ -57,8 +60,10 @@ class Conversation:
     Invariant: ``request`` is ``None`` or finished and not removed, between two turns.
     """
 
-    def __init__(self, engine: Engine, params: SamplingParams, system: str | None = None) -> None:
-        self._engine = engine
+    def __init__(
+        self, engine: Engine, params: SamplingParams, system: str | None = None, lora: str | None = None
+    ) -> None:
+        self._engine, self._lora = engine, lora
         self._params = params
         self._opening = [{"role": "system", "content": system}] if system else []
         self.request: Request | None = None
@@ -71,7 +76,7 @@ class Conversation:
         """
         message = {"role": "user", "content": text}
         if self.request is None:
-            self.request = self._engine.add_request([*self._opening, message], self._params)
+            self.request = self._engine.add_request([*self._opening, message], self._params, lora=self._lora)
         else:
             self.request.extend([message], self._params)
         common.stream_completion(self._engine, self.request)

@@ -44,6 +44,33 @@ BackendOption = Annotated[
 ]
 
 
+AdapterOption = Annotated[
+    list[str] | None, typer.Option("--adapter", help="NAME=DIRECTORY of a LoRA adapter; repeatable.")
+]
+
+
+def adapters_of(given: list[str] | None) -> dict[str, str] | None:
+    """Return the directories of adapters by name; ``None`` if none was given. Raises ``InvalidConfig``."""
+    from pagedcore.errors import InvalidConfig
+
+    pairs = [text.partition("=") for text in given or ()]
+    if not all(name and mark and path for name, mark, path in pairs):
+        raise InvalidConfig("--adapter: needed is NAME=DIRECTORY.")
+    found = {name: path for name, _, path in pairs}
+    if len(found) < len(pairs):
+        raise InvalidConfig("--adapter: two adapters have the same name; give each one of its own.")
+    return found or None
+
+
+def only_adapter(adapters: Mapping[str, str] | None) -> str | None:
+    """Return the name of the one adapter of a command that computes with one. Raises ``InvalidConfig`` for several."""
+    from pagedcore.errors import InvalidConfig
+
+    if adapters is not None and len(adapters) > 1:
+        raise InvalidConfig(f"--adapter: got {len(adapters)}, allowed is one here.")
+    return next(iter(adapters), None) if adapters is not None else None
+
+
 def template_of(path: Path | None) -> str | None:
     """Return the text of a file with a chat template. Raises ``InvalidConfig`` if it cannot be read."""
     from pagedcore.config.limits import MAX_TEMPLATE_LENGTH

@@ -38,6 +38,7 @@ def generate(
     blocks: common.BlocksOption = None,
     max_model_len: common.LengthOption = None,
     attention_backend: common.BackendOption = None,
+    adapter: common.AdapterOption = None,
     config: common.ConfigOption = None,
 ) -> None:
     """Complete prompts given as arguments or in a file."""
@@ -52,14 +53,16 @@ def generate(
         max_tokens=max_tokens, stop=tuple(stop or ()), seed=seed, structured=_structured(json_schema, regex, choice),
         **sampling,
     )
+    adapters = common.adapters_of(adapter)
+    lora = common.only_adapter(adapters)
     inputs: list[Any] = [[{"role": "user", "content": text}] if chat else text for text in wanted]
     with common.open_engine(model, config, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
                             max_num_seqs=max_num_seqs, num_kv_blocks=blocks, max_model_len=max_model_len,
-                            attention_backend=attention_backend) as engine:
+                            attention_backend=attention_backend, adapters=adapters) as engine:
         if len(inputs) == 1 and not as_json:
-            common.stream_completion(engine, engine.add_request(inputs[0], params))
+            common.stream_completion(engine, engine.add_request(inputs[0], params, lora=lora))
             return
-        for text, output in zip(wanted, engine.generate(inputs, params), strict=True):
+        for text, output in zip(wanted, engine.generate(inputs, params, lora=lora), strict=True):
             completion = output.outputs[0]
             record = {"prompt": text, "text": completion.text, "num_tokens": len(completion.token_ids),
                       "finish_reason": completion.finish_reason, "queue_s": output.metrics.queue_s,

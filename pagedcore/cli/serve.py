@@ -47,6 +47,14 @@ def serve(
     max_model_len: common.LengthOption = None,
     attention_backend: common.BackendOption = None,
     chat_template: common.TemplateOption = None,
+    adapter: common.AdapterOption = None,
+    max_adapters: Annotated[
+        int | None, typer.Option(help="Adapters in memory at a time; else 8 with --adapter or --adapter-root.")
+    ] = None,
+    adapter_root: Annotated[
+        list[str] | None,
+        typer.Option(help="A directory below which PAGEDCORE_ADMIN_KEY may load adapters; repeatable."),
+    ] = None,
     config: common.ConfigOption = None,
 ) -> None:
     """Serve OpenAI's HTTP interface; PAGEDCORE_API_KEYS has the keys of those who may call, separated by commas."""
@@ -55,12 +63,16 @@ def serve(
     settings = {"dtype": dtype, "kv_cache_dtype": kv_cache_dtype, "quantization": quantization,
                 "max_num_seqs": max_num_seqs, "num_kv_blocks": blocks, "max_model_len": max_model_len,
                 "attention_backend": attention_backend, "kv_cache_memory": kv_memory,
-                "chat_template": common.template_of(chat_template)}
+                "chat_template": common.template_of(chat_template), "adapters": common.adapters_of(adapter),
+                "max_adapters": max_adapters if max_adapters is not None or not adapter_root else 8}
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     if config is not None:
         given = {"config": EngineConfig.from_file(config, **given)}
-    run(_by_name(model, models or []), host=host, port=port, drain_s=drain_s, allow_hosts=allow_host or [],
-        allow_origins=allow_origin or [], page=page, recordings=recordings, **given)
+    by_name = _by_name(model, models or [])
+    if adapter and len(by_name) > 1:
+        raise InvalidConfig(f"--adapter: got one with {len(by_name)} models, allowed is one model.")
+    run(by_name, host=host, port=port, drain_s=drain_s, allow_hosts=allow_host or [],
+        allow_origins=allow_origin or [], page=page, recordings=recordings, adapter_roots=adapter_root or [], **given)
 
 
 def run(by_name: Mapping[str, str], *, is_announced: bool = True, **options: Any) -> None:

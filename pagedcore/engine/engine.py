@@ -17,7 +17,6 @@ from dataclasses import asdict
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
-from pagedcore.config.keywords import refuses_unknown
 from pagedcore.embedding_defaults import Pooling
 from pagedcore.engine.adapter_verbs import LoadsAdapters
 from pagedcore.engine.calibration import calibrate
@@ -32,7 +31,7 @@ from pagedcore.lora.loader import AdapterLoader
 from pagedcore.lora.registry import AdapterRegistry
 from pagedcore.outputs import CompletionScore, Delta, Embedding, Explanation, Quote, RequestOutput
 from pagedcore.protocols import ChatMessage, Clock, MonotonicClock
-from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options, sampling_advice
+from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options
 from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, options_at, texts_of
 from pagedcore.requests.infill import Infill
 from pagedcore.requests.input_processor import ProcessedRequest, Prompt, is_single
@@ -228,10 +227,10 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
                 self.requests.begin_turn(request, processed, index)
                 self._accepted(request)
 
-    @refuses_unknown("keyword", sampling_advice)
     def generate(
         self, prompts: Iterable[Prompt] | Chat | Infill,
         params: SamplingParams | Iterable[SamplingParams] | None = None, *, show_progress: bool | None = None,
+        **options: Unpack[OptionKeywords],
     ) -> list[RequestOutput]:
         """Complete many prompts and return their outputs in the same order; other requests advance along with them.
 
@@ -241,13 +240,15 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
                 ``Infill``.
             params: one for all, or one per prompt.
             show_progress: a progress bar; ``None`` shows it on terminals and in notebooks only.
+            **options: as for ``add_request``, of every prompt; a label gets the place of its prompt behind it.
 
         Raises:
             InvalidRequest: a prompt or its parameters are refused; then none was started.
         """
-        given = [prompts] if is_single(prompts) else prompts
-        return self._complete([self.prepare(prompt, one) for prompt, one in pair_with_params(given, params)],
-                              show_progress)
+        asked, given = read_options(options, "show_progress"), [prompts] if is_single(prompts) else prompts
+        process = self.input_processor.process
+        return self._complete([process(prompt, one, options_at(asked, place))
+                               for place, (prompt, one) in enumerate(pair_with_params(given, params))], show_progress)
 
     def chat(
         self, messages: ListOf[ChatMessage] | Chat, params: SamplingParams | None = None, *,

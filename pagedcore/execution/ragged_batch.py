@@ -88,10 +88,8 @@ def build_batch(
         ends = [(end, count) for end, count in zip(batch.query_start[1:].tolist(), num_sampled, strict=True)]
         places = [end - count + depth for depth in range(most) for end, count in ends if count > depth]
         batch = replace(batch, logits_rows=np.array(places, dtype=np.int64))
-    if any(one.is_long for one in sequences):
-        batch = replace(batch, is_long=np.array([one.is_long for one in sequences]))
-    if any(one.adapter is not None for one in sequences):
-        batch = replace(batch, adapter_slots=_slots(sequences, slot_of))
+    if any(one.is_long or one.adapter is not None for one in sequences):
+        batch = _with_kinds(batch, sequences, slot_of)
     if all(one.prompt_logprobs is None is one.hidden_from for one in sequences):
         return batch
     scored = _places(rows, batch, [row.scored_positions for row in rows])
@@ -100,12 +98,17 @@ def build_batch(
     return replace(batch, logits_rows=logits_rows, hidden_rows=hidden if len(hidden) else None)
 
 
-def _slots(sequences: ListOf[Sequence], slot_of: Mapping[int, int]) -> Int32Array:
-    """Return the slot of each sequence's adapter."""
+def _with_kinds(batch: RaggedBatch, sequences: ListOf[Sequence], slot_of: Mapping[int, int]) -> RaggedBatch:
+    """Say which rows are long, and in which slots their adapters are, as far as any is or has one."""
+    if any(one.is_long for one in sequences):
+        batch = replace(batch, is_long=np.array([one.is_long for one in sequences]))
     numbers = [one.adapter for one in sequences]
+    if not any(one is not None for one in numbers):
+        return batch
     if missing := [one for one in numbers if one is not None and one not in slot_of]:
         raise InternalError(f"batch: adapter {missing[0]} of a row is in no slot")
-    return np.array([0 if one is None else slot_of[one] for one in numbers], dtype=np.int32)
+    slots = [0 if one is None else slot_of[one] for one in numbers]
+    return replace(batch, adapter_slots=np.array(slots, dtype=np.int32))
 
 
 def _places(rows: ListOf[ScheduledRow], batch: RaggedBatch, positions: ListOf[range]) -> Int64Array:

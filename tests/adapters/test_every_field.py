@@ -57,12 +57,12 @@ SAMPLING: dict[str, Any] = {
     "truncate_prompt_tokens": 3, "suppress_tokens": [7], "begin_suppress_tokens": [7], "no_repeat_ngram_size": 2,
     "forced_eos_token_id": 7, "return_logits": True, "logprobs_mode": "processed",
 }
-POLICIES = ("deadline_s", "ttft_ms", "tpot_ms", "timeout_s")
+POLICIES = ("deadline_s", "ttft_ms", "tpot_ms", "timeout_s", "lora")
 OPTIONS: dict[str, Any] = {
     "priority": 2, "cache_salt": "salt", "request_id": "label", "tenant": "tenant", "weight": 2.0, "deadline_s": 5.0,
-    "ttft_ms": 5.0, "tpot_ms": 5.0, "timeout_s": 1e-9, "speculate": False,
+    "ttft_ms": 5.0, "tpot_ms": 5.0, "timeout_s": 1e-9, "speculate": False, "lora": "none",
 }
-"""Under a policy that has priorities, so that what other policies have is refused by its name."""
+"""Under a policy that has priorities, so that what other policies have is refused by its name; no adapter is loaded."""
 WORDS: dict[str, Any] = {
     "tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": False, "reasoning_effort": "none",
     "chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False, "continue_final_message": True,
@@ -302,8 +302,8 @@ async def test_of_a_call_of_langchain(kind: Any, accepted: list[Any]) -> None:
     ignored = {name for name, told in found.items() if told == "nothing"}
     refused = {name for name, told in found.items() if told == "refused"}
     assert ignored == LANGCHAIN_WITHOUT_EFFECT[kind]
-    assert refused == {"model", "timeout", "return_logits", "weight", "deadline_s", "ttft_ms", "tpot_ms", UNKNOWN,
-                       *names & {"suffix"}}
+    assert refused == {"model", "timeout", "return_logits", "weight", "deadline_s", "ttft_ms", "tpot_ms", "lora",
+                       UNKNOWN, *names & {"suffix"}}
     assert found.keys() - ignored - refused == {name for name, told in found.items() if told == "kept"}
 
 
@@ -335,6 +335,6 @@ async def test_of_a_model_of_langchain(kind: Any, accepted: list[Any]) -> None:
                   for name in (*OF_OTHER_MODELS, "base_url", "model_kwargs", UNKNOWN)}
     assert {name for name, told in found.items() if told == "nothing"} == set()
     assert {name for name, told in found.items() if told != "kept"} == {
-        "timeout", "weight", "deadline_s", "ttft_ms", "tpot_ms", *names & {"suffix"}}
+        "timeout", "weight", "deadline_s", "ttft_ms", "tpot_ms", "lora", *names & {"suffix"}}
     assert {name for name, told in others.items() if told == "nothing"} == OF_OTHER_MODELS
     assert {name for name, told in others.items() if told == "refused"} == others.keys() - OF_OTHER_MODELS

@@ -51,7 +51,7 @@ REQUESTS: dict[str, tuple[Call, str, str]] = {
     "RequestOptions": (lambda doors: RequestOptions(tenat="a"), "tenat", "Did you mean tenant?"),
     "StructuredOutput": (lambda doors: StructuredOutput(json_shema={}), "json_shema", "Did you mean json_schema?"),
     "add_request": (lambda doors: doors.engine.add_request([1], prioritty=1), "prioritty", "Did you mean priority?"),
-    "another name": (lambda doors: doors.engine.add_request([1], foo=1), "foo", "tpot_ms, speculate."),
+    "another name": (lambda doors: doors.engine.add_request([1], foo=1), "foo", "tpot_ms, speculate, lora."),
     "sampling": (lambda doors: doors.engine.add_request([1], top_p=1), "top_p", "params=SamplingParams(top_p=...)."),
     "Engine.generate": (lambda doors: doors.engine.generate([[1]], show_progres=True), "show_progres",
                         "Did you mean show_progress?"),
