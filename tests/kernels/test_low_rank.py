@@ -8,13 +8,13 @@ import torch
 
 from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu.matmul.low_rank import (
-    MOST_PARTS,
     PLACE_WORDS,
     LowRankPair,
     LowRankUpdate,
     StepUpdates,
     UpdatePart,
     pair_bytes,
+    shrunk_width,
 )
 from pagedcore_kernels.cpu.runtime.threads import Computing
 
@@ -36,17 +36,26 @@ def parts_of(slot: int, dtype: torch.dtype) -> list[UpdatePart]:
     ]  # fmt: skip
 
 
+def pair_of(parts: list[UpdatePart]) -> LowRankPair:
+    """Return parts arranged, in memory that has other numbers before."""
+    is_bf16 = all(part.first.dtype == torch.bfloat16 for part in parts)
+    size = pair_bytes(NUM_INPUTS, [(len(part.first), part.end - part.begin) for part in parts], 2 if is_bf16 else 4)
+    room = torch.full((size + 64,), 0x7F, dtype=torch.uint8)
+    begin = -room.data_ptr() % 64
+    return LowRankPair(parts, room[begin : begin + size])
+
+
 def updated(
     slots: list[int], rows: torch.Tensor, outputs: torch.Tensor, dtype: torch.dtype, num_threads: int = 2
 ) -> torch.Tensor:
     """Return what the kernels make of outputs."""
     places = np.zeros((4, PLACE_WORDS), np.int64)
-    pairs = {slot: LowRankPair(parts_of(slot, dtype)) for slot in PARTS}
+    pairs = {slot: pair_of(parts_of(slot, dtype)) for slot in PARTS}
     for slot, pair in pairs.items():
         places[slot] = pair.words(NUM_INPUTS, NUM_OUTPUTS)
     count, out = len(slots), outputs.clone()
     table = torch.zeros(StepUpdates.table_words(count), dtype=torch.int64)
-    step = StepUpdates(count, table, torch.full((count, MOST_PARTS * 16), torch.nan))
+    step = StepUpdates(count, table, torch.full((count, shrunk_width(16)), torch.nan))
     step.fill(np.array(slots, np.int32))
     with Computing(num_threads):
         LowRankUpdate(NUM_INPUTS, NUM_OUTPUTS, rows.dtype, places).add_to(out, rows, step)
@@ -75,18 +84,13 @@ def test_a_row_gets_what_its_own_pair_makes_of_it(dtype: torch.dtype, of_pair: t
         assert torch.equal(alone[0], found[row])
 
 
-def test_its_memory_is_known_before_it_is_made() -> None:
-    """For both formats, and a mixture, which is kept in the larger one."""
-    for dtype in (torch.float32, torch.bfloat16):
-        known = pair_bytes(NUM_INPUTS, [(rank, end - begin) for rank, begin, end in PARTS[1]], dtype.itemsize)
-        assert LowRankPair(parts_of(1, dtype)).num_bytes == known
-    mixed = [*parts_of(1, torch.bfloat16)[:2], *parts_of(1, torch.float32)[2:]]
-    assert LowRankPair(mixed).num_bytes == LowRankPair(parts_of(1, torch.float32)).num_bytes
-
-
 def test_memory_that_does_not_fit_is_not_touched() -> None:
     """Kernels read and write by addresses alone."""
-    pair = LowRankPair(parts_of(3, torch.float32))
+    parts = parts_of(3, torch.float32)
+    pair, size = pair_of(parts), pair_bytes(NUM_INPUTS, [(8, 128)], 4)
+    for memory in (torch.empty(size - 1, dtype=torch.uint8), torch.empty(size + 1, dtype=torch.uint8)):
+        with pytest.raises(InternalError, match="memory"):
+            LowRankPair(parts, memory)
     for sizes in ((NUM_INPUTS + 1, NUM_OUTPUTS), (NUM_INPUTS, 191)):
         with pytest.raises(InternalError, match="update"):
             pair.words(*sizes)

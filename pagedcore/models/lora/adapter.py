@@ -20,6 +20,8 @@ import torch
 from pagedcore.models.lora.adapter_config import AdapterConfig, refused, shown
 from pagedcore.models.lora.adapter_file import WEIGHTS, AdapterFile, StoredTensor, adapter_file, config_bytes
 from pagedcore_kernels.cpu.matmul.low_rank import LowRankPair, UpdatePart, pair_bytes
+from pagedcore_kernels.cpu.runtime.huge_pages import use_huge_pages
+from pagedcore_kernels.cpu.simd import LINE
 
 _TENSOR: Final = re.compile(r"base_model\.model\.(.{1,400})\.lora_([AB])\.weight")
 
@@ -56,11 +58,13 @@ class LoraAdapter:
     max_rank: int
     pairs: Mapping[int, LowRankPair]
     """By the number of the product."""
+    memory: torch.Tensor
+    """Of all pairs, in one piece, which goes back to the system when nobody has it any more."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of its memory."""
-        return sum(pair.num_bytes for pair in self.pairs.values())
+        return self.memory.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,16 @@ class _Layer:
     first: StoredTensor
     second: StoredTensor
 
+    @property
+    def rank(self) -> int:
+        """Rank of its matrices."""
+        return self.first.shape[0]
+
+    @property
+    def is_bf16(self) -> bool:
+        """Whether both are bfloat16."""
+        return self.first.dtype == self.second.dtype == torch.bfloat16
+
 
 def adapter_bytes(directory: Path, model: AdaptedModel, most_rank: int) -> int:
     """Return ``num_bytes`` of the adapter in a directory, by its configuration and the head of its file.
@@ -84,11 +98,7 @@ def adapter_bytes(directory: Path, model: AdaptedModel, most_rank: int) -> int:
     """
     config = AdapterConfig(config_bytes(directory))
     with adapter_file(directory) as file:
-        layers = _layers(config, file, model, most_rank)
-    return sum(
-        pair_bytes(parts[0].place.num_inputs, [(len_of(one), one.second.shape[0]) for one in parts],
-                   2 if all(_is_bf16(one) for one in parts) else 4)
-        for parts in layers.values())
+        return sum(_bytes_of_pairs(_layers(config, file, model, most_rank)).values())
 
 
 def read_adapter(directory: Path, model: AdaptedModel, most_rank: int) -> LoraAdapter:
@@ -97,19 +107,31 @@ def read_adapter(directory: Path, model: AdaptedModel, most_rank: int) -> LoraAd
     digest, pairs = hashlib.sha256(), dict[int, LowRankPair]()
     with adapter_file(directory) as file:
         layers = _layers(config, file, model, most_rank)
-        for number, parts in sorted(layers.items()):
-            pairs[number] = LowRankPair([_read(file, one, digest.update) for one in parts])
-    most = max(len_of(one) for parts in layers.values() for one in parts)
-    return LoraAdapter(digest.digest(), most, pairs)
+        sizes = _bytes_of_pairs(layers)
+        memory, end = _aligned(sum(sizes.values())), 0
+        for number, size in sizes.items():
+            begin, end = end, end + size
+            pairs[number] = LowRankPair(
+                [_read(file, one, digest.update) for one in layers[number]], memory[begin:end])
+    most = max(one.rank for parts in layers.values() for one in parts)
+    return LoraAdapter(digest.digest(), most, pairs, memory)
 
 
-def len_of(layer: _Layer) -> int:
-    """Return the rank of a layer's matrices."""
-    return layer.first.shape[0]
+def _bytes_of_pairs(layers: Mapping[int, list[_Layer]]) -> dict[int, int]:
+    """Return the bytes of each product's pair, in the order of the products."""
+    return {
+        number: pair_bytes(parts[0].place.num_inputs, [(one.rank, one.second.shape[0]) for one in parts],
+                           2 if all(one.is_bf16 for one in parts) else 4)
+        for number, parts in sorted(layers.items())
+    }  # fmt: skip
 
 
-def _is_bf16(layer: _Layer) -> bool:
-    return layer.first.dtype == layer.second.dtype == torch.bfloat16
+def _aligned(num_bytes: int) -> torch.Tensor:
+    """Return new memory that begins at a cache line, uint8."""
+    memory = torch.empty(num_bytes + LINE, dtype=torch.uint8)
+    begin = -memory.data_ptr() % LINE
+    use_huge_pages(memory)
+    return memory[begin : begin + num_bytes]
 
 
 def _read(file: AdapterFile, layer: _Layer, note: Callable[[bytes], object]) -> UpdatePart:

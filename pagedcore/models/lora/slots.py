@@ -17,7 +17,7 @@ import torch
 from pagedcore.errors import InternalError
 from pagedcore.models.lora.adapter import LoraAdapter
 from pagedcore.protocols import Int32Array
-from pagedcore_kernels.cpu.matmul.low_rank import MOST_PARTS, PLACE_WORDS, LowRankUpdate, StepUpdates
+from pagedcore_kernels.cpu.matmul.low_rank import PLACE_WORDS, LowRankUpdate, StepUpdates, shrunk_width
 
 Take = Callable[[str, int, int, torch.dtype], torch.Tensor]
 """``(purpose, rows, size, format) -> tensor``, as ``Workspace.take``."""
@@ -42,7 +42,7 @@ class AdapterSlots:
         self._sizes = [(one.in_features, one.out_features) for one in products]
         self._places = np.zeros((len(products), max_adapters + 1, PLACE_WORDS), np.int64)
         self._held: dict[int, LoraAdapter] = {}
-        self._width, self._max_rank = MOST_PARTS * max_rank, max_rank
+        self._width, self._max_rank = shrunk_width(max_rank), max_rank
         self.updates = [
             LowRankUpdate(one.in_features, one.out_features, one.weight.dtype, self._places[number])
             for number, one in enumerate(products)

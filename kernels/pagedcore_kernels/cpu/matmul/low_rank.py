@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -21,12 +21,20 @@ import numpy.typing as npt
 import torch
 
 from pagedcore_kernels.cpu.features import has_wide_vectors
-from pagedcore_kernels.cpu.matmul.low_rank_tiles import UPDATE_PANEL, add_update, expand_tile, shrink_tile
+from pagedcore_kernels.cpu.matmul.low_rank_tiles import (
+    RANKS,
+    UPDATE_PANEL,
+    add_update,
+    ask_ahead,
+    expand_tile,
+    shrink_tile,
+)
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
 from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
 from pagedcore_kernels.cpu.runtime.threads import num_threads
 from pagedcore_kernels.cpu.simd import (
     LANES,
+    LINE,
     address_of,
     claim,
     load_float32,
@@ -49,6 +57,8 @@ _GROUP_WORDS = 4
 _GROUP_ROWS = 32
 """Most rows of a group: those of a long prompt are several work items."""
 _ITEMS_PER_THREAD = 4
+_AHEAD_BYTES = 4096
+"""Bytes of the next work item's matrix that are asked for before this one is computed."""
 _SHARES_WORD = 7
 """Word of either parameter block that has the number of work items wanted."""
 
@@ -66,23 +76,41 @@ class UpdatePart(NamedTuple):
 
 
 class LowRankPair:
-    """The parts that update one product, arranged for the kernels in memory of its own."""
+    """The parts that update one product, arranged for the kernels.
 
-    def __init__(self, parts: Sequence[UpdatePart]) -> None:
-        """Copy the parts' matrices; all are kept in float32 unless every one is bfloat16."""
+    First matrices are one below the other, in blocks of ``RANKS`` ranks: sixteen inputs of each rank, then the next
+    sixteen, so that a tile reads one stream. Second ones are in panels of outputs, rank by rank. Zeros fill both up.
+    """
+
+    def __init__(self, parts: Sequence[UpdatePart], memory: torch.Tensor) -> None:
+        """Copy the parts' matrices into ``memory``, uint8 [``pair_bytes``] at a cache line, which is kept; numbers are
+        in float32 there, unless every matrix is bfloat16.
+        """
         is_bf16 = all(one.dtype == torch.bfloat16 for part in parts for one in (part.first, part.second))
         dtype = torch.bfloat16 if is_bf16 else torch.float32
-        ranks = [len(part.first) for part in parts]
-        self._first = torch.cat([part.first.to(dtype) for part in parts]).contiguous()
-        self._scales = torch.tensor([part.scale for part, rank in zip(parts, ranks, strict=True) for _ in range(rank)])
-        self._panels = [_panels_of(part.second.to(dtype)) for part in parts]
-        self._parts = [(part.begin, part.end) for part in parts]
-        self._ranks = ranks
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its memory."""
-        return self._first.nbytes + self._scales.nbytes + sum(one.nbytes for one in self._panels)
+        ranks, sizes = [len(part.first) for part in parts], [part.end - part.begin for part in parts]
+        num_inputs, total = parts[0].first.shape[1], sum(ranks)
+        self._num_inputs, self._dtype = num_inputs, dtype
+        self._parts = [(rank, part.begin, part.end) for rank, part in zip(ranks, parts, strict=True)]
+        bounds = _bounds(num_inputs, list(zip(ranks, sizes, strict=True)), dtype.itemsize)
+        if len(memory) != bounds[-1] or memory.data_ptr() % LINE:
+            raise InternalError(f"update: {len(memory)} bytes of memory, expected {bounds[-1]} at a cache line")
+        whole = memory.zero_()
+        pieces = [whole[begin:end] for begin, end in pairwise(bounds)]
+        first, self._scales, self._panels = pieces[0].view(dtype), pieces[1].view(torch.float32), pieces[2:]
+        padded = torch.zeros(_up(total, RANKS), _up(num_inputs, LANES), dtype=dtype)
+        padded[:total, :num_inputs] = torch.cat([part.first.to(dtype) for part in parts])
+        self._first = first[: padded.numel()].view(-1, padded.shape[1] // LANES, RANKS, LANES)
+        self._first.copy_(padded.view(-1, RANKS, padded.shape[1] // LANES, LANES).transpose(1, 2))
+        self._scales[:total] = torch.tensor([part.scale for part, rank in zip(parts, ranks, strict=True)
+                                             for _ in range(rank)])  # fmt: skip
+        for piece, part, rank, size in zip(self._panels, parts, ranks, sizes, strict=True):
+            panels = piece.view(dtype)[: _up(size, UPDATE_PANEL) * rank].view(-1, rank, UPDATE_PANEL)
+            num_whole = size // UPDATE_PANEL
+            second = part.second.to(dtype)
+            panels[:num_whole] = second[: num_whole * UPDATE_PANEL].view(num_whole, UPDATE_PANEL, rank).transpose(1, 2)
+            if rest := size % UPDATE_PANEL:
+                panels[num_whole, :, :rest] = second[num_whole * UPDATE_PANEL :].T
 
     def words(self, num_inputs: int, num_outputs: int) -> list[int]:
         """Say where it is, for a product of these sizes; it has to be kept as long as the words are.
@@ -91,33 +119,40 @@ class LowRankPair:
             InternalError: it is not for such a product.
         """
         # Safety: the kernels read and write raw memory by these words.
-        is_inside = all(0 <= begin < end <= num_outputs for begin, end in self._parts)
-        if self._first.shape[1] != num_inputs or not is_inside or len(self._parts) > MOST_PARTS:
-            raise InternalError(f"update: {self._first.shape[1]} inputs and outputs {self._parts}, the product has "
+        is_inside = all(0 <= begin < end <= num_outputs for _, begin, end in self._parts)
+        if self._num_inputs != num_inputs or not is_inside or len(self._parts) > MOST_PARTS:
+            raise InternalError(f"update: {self._num_inputs} inputs and outputs {self._parts}, the product has "
                                 f"{num_inputs} and {num_outputs}")
-        words = [len(self._first), self._first.data_ptr(), int(self._first.dtype == torch.bfloat16),
+        words = [len(self._first) * RANKS, self._first.data_ptr(), int(self._dtype == torch.bfloat16),
                  self._scales.data_ptr(), len(self._parts)]  # fmt: skip
         first_rank = 0
-        for (begin, end), rank, panels in zip(self._parts, self._ranks, self._panels, strict=True):
+        for (rank, begin, end), panels in zip(self._parts, self._panels, strict=True):
             words += [first_rank, rank, begin, end - begin, panels.data_ptr()]
             first_rank += rank
         return words + [0] * (PLACE_WORDS - len(words))
 
 
 def pair_bytes(num_inputs: int, parts: Sequence[tuple[int, int]], item_bytes: int) -> int:
-    """Return ``num_bytes`` of a pair whose parts have these ranks and outputs, in elements of so many bytes."""
-    padded = sum(rank * -(-num_outputs // UPDATE_PANEL) * UPDATE_PANEL for rank, num_outputs in parts)
-    rank = sum(rank for rank, _ in parts)
-    return (rank * num_inputs + padded) * item_bytes + rank * 4
+    """Return the bytes of a pair whose parts have these ranks and outputs, in elements of so many bytes."""
+    return _bounds(num_inputs, parts, item_bytes)[-1]
 
 
-def _panels_of(second: torch.Tensor) -> torch.Tensor:
-    """Arrange [out, rank] as [panels, rank, UPDATE_PANEL], with zeros behind the last output."""
-    num_outputs, rank = second.shape
-    num_panels = -(-num_outputs // UPDATE_PANEL)
-    padded = second.new_zeros(num_panels * UPDATE_PANEL, rank)
-    padded[:num_outputs] = second
-    return padded.view(num_panels, UPDATE_PANEL, rank).transpose(1, 2).contiguous()
+def shrunk_width(max_rank: int) -> int:
+    """Return the width of the room for rows whose pairs have parts of at most this rank."""
+    return _up(MOST_PARTS * max_rank, RANKS)
+
+
+def _bounds(num_inputs: int, parts: Sequence[tuple[int, int]], item_bytes: int) -> list[int]:
+    """Return where the first matrices, the scales and each second matrix begin in a pair's memory, and its end."""
+    rank = _up(sum(rank for rank, _ in parts), RANKS)
+    sizes = [rank * _up(num_inputs, LANES) * item_bytes, rank * 4]
+    sizes += [rank * _up(num_outputs, UPDATE_PANEL) * item_bytes for rank, num_outputs in parts]
+    return [0, *accumulate(_up(size, LINE) for size in sizes)]
+
+
+def _up(number: int, step: int) -> int:
+    """Return the next multiple of ``step``."""
+    return -(-number // step) * step
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +235,8 @@ def _sizes_of_update(shape: StepShape) -> Sizes:
 def _shrink_kernel(is_row_bf16: int) -> Kernel:
     """``shrunk[place, r] = scale * rows @ first.T`` of every row with a pair."""
     row_item, place_bytes, group_words = 2 if is_row_bf16 else 4, 8 * PLACE_WORDS, _GROUP_WORDS
-    tall, wide = (4, 4) if has_wide_vectors() else (2, 2)
-    half, num_sums = tall // 2, tall * wide
+    tall, wide, lanes, ahead_bytes = 4 if has_wide_vectors() else 2, RANKS, LANES, _AHEAD_BYTES
+    half, num_sums = tall // 2, tall * RANKS
 
     def shrink(parameters: Any) -> None:
         p = address_of(parameters)
@@ -210,21 +245,25 @@ def _shrink_kernel(is_row_bf16: int) -> Kernel:
         sums, addresses = stack_floats(num_sums), stack_int64(tall)
         num_groups = load_int64(table, 0)
         num_shares = max(1, wanted // max(1, num_groups))
-        item = claim(counter)
-        while item < num_groups * num_shares:
+        num_items = num_groups * num_shares
+        next_item = claim(counter)
+        while next_item < num_items:
+            # Why: claimed ahead, the matrix after this one is known, and its first lines can be asked for.
+            item, next_item = next_item, claim(counter)
             group = table + 8 * (1 + group_words * (item // num_shares))
             share = item % num_shares
-            item = claim(counter)
+            after = places + load_int64(table, 1 + group_words * (min(next_item, num_items - 1) // num_shares)
+                                        ) * place_bytes
             place = places + load_int64(group, 0) * place_bytes
             numbers, num_rows, first_row = load_int64(group, 1), load_int64(group, 2), load_int64(group, 3)
             rank, first, is_bf16, scales = (
                 load_int64(place, 0), load_int64(place, 1), load_int64(place, 2), load_int64(place, 3))  # fmt: skip
-            num_blocks = (rank + wide - 1) // wide
-            end_rank = min(rank, (share + 1) * num_blocks // num_shares * wide)
-            r = share * num_blocks // num_shares * wide
-            while r < end_rank:
-                count = wide if end_rank - r >= wide else 1
-                matrix = first + r * num_inputs * (2 if is_bf16 else 4)
+            num_blocks = rank // wide
+            block_bytes = (num_inputs + lanes - 1) // lanes * lanes * wide * (2 if is_bf16 else 4)
+            if next_item // num_shares != item // num_shares and load_int64(after, 0) != 0:
+                ask_ahead(load_int64(after, 1), ahead_bytes)
+            for block in range(share * num_blocks // num_shares, (share + 1) * num_blocks // num_shares):
+                matrix = first + block * block_bytes
                 row = 0
                 while row < num_rows:
                     left = num_rows - row
@@ -232,33 +271,24 @@ def _shrink_kernel(is_row_bf16: int) -> Kernel:
                     for i in range(height):
                         store_int64(addresses, i, rows + load_int64(numbers, row + i) * num_inputs * row_item)
                     if is_bf16:
-                        if count == wide:
-                            if height == tall:
-                                shrink_tile(is_row_bf16, 1, tall, wide, addresses, matrix, num_inputs, sums)
-                            elif height == half:
-                                shrink_tile(is_row_bf16, 1, half, wide, addresses, matrix, num_inputs, sums)
-                            else:
-                                shrink_tile(is_row_bf16, 1, 1, wide, addresses, matrix, num_inputs, sums)
-                        else:
-                            height = 1
-                            shrink_tile(is_row_bf16, 1, 1, 1, addresses, matrix, num_inputs, sums)
-                    elif count == wide:
                         if height == tall:
-                            shrink_tile(is_row_bf16, 0, tall, wide, addresses, matrix, num_inputs, sums)
+                            shrink_tile(is_row_bf16, 1, tall, addresses, matrix, num_inputs, sums)
                         elif height == half:
-                            shrink_tile(is_row_bf16, 0, half, wide, addresses, matrix, num_inputs, sums)
+                            shrink_tile(is_row_bf16, 1, half, addresses, matrix, num_inputs, sums)
                         else:
-                            shrink_tile(is_row_bf16, 0, 1, wide, addresses, matrix, num_inputs, sums)
+                            shrink_tile(is_row_bf16, 1, 1, addresses, matrix, num_inputs, sums)
+                    elif height == tall:
+                        shrink_tile(is_row_bf16, 0, tall, addresses, matrix, num_inputs, sums)
+                    elif height == half:
+                        shrink_tile(is_row_bf16, 0, half, addresses, matrix, num_inputs, sums)
                     else:
-                        height = 1
-                        shrink_tile(is_row_bf16, 0, 1, 1, addresses, matrix, num_inputs, sums)
+                        shrink_tile(is_row_bf16, 0, 1, addresses, matrix, num_inputs, sums)
                     for i in range(height):
                         target = shrunk + (first_row + row + i) * stride
-                        for j in range(count):
-                            scaled = load_float32(sums, i * count + j) * load_float32(scales, r + j)
-                            store_float32(target, r + j, scaled)
+                        for j in range(wide):
+                            scaled = load_float32(sums, i * wide + j) * load_float32(scales, block * wide + j)
+                            store_float32(target, block * wide + j, scaled)
                     row += height
-                r += count
 
     return compile_kernel(shrink)
 
@@ -268,7 +298,7 @@ def _expand_kernel(is_out_bf16: int) -> Kernel:
     """``out += shrunk @ second.T`` of every row with a pair."""
     out_item, place_bytes, group_words = 2 if is_out_bf16 else 4, 8 * PLACE_WORDS, _GROUP_WORDS
     panel_outputs, pair_words, part_words, lanes = UPDATE_PANEL, _PAIR_WORDS, _PART_WORDS, LANES
-    tall = 4 if has_wide_vectors() else 2
+    tall, ahead_bytes = 4 if has_wide_vectors() else 2, _AHEAD_BYTES
     half, num_sums = tall // 2, tall * UPDATE_PANEL
 
     def expand(parameters: Any) -> None:
@@ -278,11 +308,16 @@ def _expand_kernel(is_out_bf16: int) -> Kernel:
         sums = stack_floats(num_sums)
         num_groups = load_int64(table, 0)
         num_shares = max(1, wanted // max(1, num_groups))
-        item = claim(counter)
-        while item < num_groups * num_shares:
+        num_items = num_groups * num_shares
+        next_item = claim(counter)
+        while next_item < num_items:
+            item, next_item = next_item, claim(counter)
             group = table + 8 * (1 + group_words * (item // num_shares))
             share = item % num_shares
-            item = claim(counter)
+            after = places + load_int64(table, 1 + group_words * (min(next_item, num_items - 1) // num_shares)
+                                        ) * place_bytes
+            if next_item // num_shares != item // num_shares and load_int64(after, 0) != 0:
+                ask_ahead(load_int64(after, pair_words + 4), ahead_bytes)
             place = places + load_int64(group, 0) * place_bytes
             numbers, num_rows, first_row = load_int64(group, 1), load_int64(group, 2), load_int64(group, 3)
             is_bf16, num_parts, num_panels = load_int64(place, 2), load_int64(place, 4), 0

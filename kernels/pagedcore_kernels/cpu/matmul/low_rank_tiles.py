@@ -19,6 +19,7 @@ from pagedcore_kernels.cpu.simd import (
     FLOAT,
     INT64,
     LANES,
+    LINE,
     Builder,
     Typing,
     Value,
@@ -29,64 +30,86 @@ from pagedcore_kernels.cpu.simd import (
     item_bytes,
     load,
     load_floats,
+    prefetch_line,
     reduce_lanes,
     splat,
     store,
     store_floats,
 )
 
+RANKS: Final = 4
+"""Ranks that a tile computes at once."""
 _VECTORS: Final = 4
 UPDATE_PANEL: Final = _VECTORS * LANES
 """Outputs that a tile computes at once, and that lie together in memory, rank by rank."""
+_AHEAD_BYTES: Final = 4096
+"""How far behind what it multiplies a tile asks for more: several times what a core gets while it waits for memory."""
 
 
 @intrinsic(prefer_literal=True)
 def shrink_tile(
-    typing: Typing, is_row_bf16: Any, is_bf16: Any, num_rows: Any, num_ranks: Any, rows: Any, matrix: Any,
-    num_inputs: Any, out: Any,
-) -> Any:  # fmt: skip
-    """``out[num_rows, num_ranks] = rows @ matrix.T``, float32.
+    typing: Typing, is_row_bf16: Any, is_bf16: Any, num_rows: Any, rows: Any, block: Any, num_inputs: Any, out: Any
+) -> Any:
+    """``out[num_rows, RANKS] = rows @ block.T``, float32.
 
-    Literal: whether rows are bfloat16, or else float32, whether the matrix is, and the size of the tile. ``rows`` is
-    the address of an int64 address for each row; ``matrix`` [num_ranks, num_inputs] lies in one piece.
+    Literal: whether rows are bfloat16, or else float32, whether the block is, and the number of rows. ``rows`` is the
+    address of an int64 address for each row; the block is [inputs / LANES, RANKS, LANES], the last vectors filled up.
     """
-    row_format, matrix_format = is_row_bf16.literal_value, is_bf16.literal_value
-    height, width = num_rows.literal_value, num_ranks.literal_value
+    formats, height = (is_row_bf16.literal_value, is_bf16.literal_value), num_rows.literal_value
+    bytes_at_once = [lanes * item_bytes(one) for lanes, one in zip((LANES, RANKS * LANES), formats, strict=True)]
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        _, _, _, _, addresses, first, size, target = args
-        matrix_bytes = item_bytes(matrix_format)
-        sources = [load(b, addresses, 8 * i, INT64, 8) for i in range(height)]
-        ranks = [b.add(first, b.mul(size, int64(j * matrix_bytes))) for j in range(width)]
-        tile = [(i, j) for i in range(height) for j in range(width)]
+        _, _, _, addresses, weights, size, target = args
+        rows = [load(b, addresses, 8 * i, INT64, 8) for i in range(height)]
         num_vectors = b.sdiv(size, int64(LANES))
-        sums = _add_products(b, tile, sources, ranks, (row_format, matrix_format), LANES, int64(0), num_vectors,
-                             [constant(0.0, floats())] * len(tile))
-        totals = [reduce_lanes(b, one, b.fadd) for one in sums]
-        begin = b.mul(num_vectors, int64(LANES))
-        rest = b.sub(size, begin)
-        totals = _add_products(b, tile, sources, ranks, (row_format, matrix_format), 0, begin, rest, totals)
+        rooms = [cgutils.alloca_once_value(b, constant(0.0, floats())) for _ in range(height * RANKS)]
+        with cgutils.for_range(b, num_vectors) as loop:
+            here = b.add(weights, b.mul(loop.index, int64(bytes_at_once[1])))
+            _ask(b, here, _AHEAD_BYTES, bytes_at_once[1])
+            _add_products(b, rows, b.mul(loop.index, int64(bytes_at_once[0])), here, formats, LANES, rooms)
+        totals = [cgutils.alloca_once_value(b, reduce_lanes(b, b.load(room), b.fadd)) for room in rooms]
+        first = b.mul(num_vectors, int64(bytes_at_once[0]))
+        last = b.add(weights, b.mul(num_vectors, int64(bytes_at_once[1])))
+        with cgutils.for_range(b, b.srem(size, int64(LANES))) as loop:
+            here = b.add(last, b.mul(loop.index, int64(item_bytes(formats[1]))))
+            offset = b.add(first, b.mul(loop.index, int64(item_bytes(formats[0]))))
+            _add_products(b, rows, offset, here, formats, 0, totals)
         for number, total in enumerate(totals):
-            store(b, total, target, 4 * number, 4)
+            store(b, b.load(total), target, 4 * number, 4)
         return context.get_dummy_value()
 
-    return types.void(is_row_bf16, is_bf16, num_rows, num_ranks, *[types.int64] * 4), codegen
+    return types.void(is_row_bf16, is_bf16, num_rows, *[types.int64] * 4), codegen
 
 
 def _add_products(
-    b: Builder, tile: list[tuple[int, int]], rows: list[Value], ranks: list[Value], formats: tuple[int, int],
-    lanes: int, begin: Value, count: Value, sums: list[Value],
-) -> list[Value]:  # fmt: skip
-    """Emit the sums of ``count`` products from input ``begin`` on, of vectors or, with no lanes, of single elements."""
-    rooms = [cgutils.alloca_once_value(b, one) for one in sums]
-    with cgutils.for_range(b, count) as loop:
-        place = b.add(begin, b.mul(loop.index, int64(max(lanes, 1))))
-        offsets = [b.mul(place, int64(item_bytes(one))) for one in formats]
-        inputs = [load_floats(b, one, offsets[0], formats[0], lanes) for one in rows]
-        weights = [load_floats(b, one, offsets[1], formats[1], lanes) for one in ranks]
-        for (i, j), room in zip(tile, rooms, strict=True):
-            b.store(fma(b, inputs[i], weights[j], b.load(room)), room)
-    return [b.load(room) for room in rooms]
+    b: Builder, rows: list[Value], offset: Value, block: Value, formats: tuple[int, int], lanes: int,
+    sums: list[Value],
+) -> None:  # fmt: skip
+    """Emit products of one vector of each row, or with no lanes of one element, with those of the ranks."""
+    inputs = [load_floats(b, one, offset, formats[0], lanes) for one in rows]
+    for j in range(RANKS):
+        weights = load_floats(b, block, j * LANES * item_bytes(formats[1]), formats[1], lanes)
+        for i, one in enumerate(inputs):
+            room = sums[i * RANKS + j]
+            b.store(fma(b, one, weights, b.load(room)), room)
+
+
+def _ask(b: Builder, address: Value, distance: int, num_bytes: int) -> None:
+    """Ask for so many bytes, at a distance behind an address; they may be anybody's."""
+    for line in range(0, num_bytes, LINE):
+        prefetch_line(b, address, int64(distance + line))
+
+
+@intrinsic
+def ask_ahead(typing: Typing, address: Any, num_bytes: Any) -> Any:
+    """``ask_ahead(address, num_bytes)``: ask for the cache lines from an address on."""
+
+    def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
+        with cgutils.for_range(b, b.sdiv(args[1], int64(LINE))) as loop:
+            prefetch_line(b, args[0], b.mul(loop.index, int64(LINE)))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -110,6 +133,7 @@ def expand_tile(
         with cgutils.for_range(b, depth) as loop:
             factors = [splat(b, load(b, one, b.mul(loop.index, int64(4)), FLOAT, 4)) for one in rows]
             line = b.mul(loop.index, int64(_VECTORS * vector_bytes))
+            _ask(b, b.add(weights, line), _AHEAD_BYTES, _VECTORS * vector_bytes)
             vectors = [load_floats(b, weights, b.add(line, int64(v * vector_bytes)), panel_format)
                        for v in range(_VECTORS)]  # fmt: skip
             for (i, v), room in zip(tile, rooms, strict=True):
