@@ -226,7 +226,7 @@ def test_unknown_settings_are_refused_with_the_nearest_and_the_known_ones(make):
         make(blocksize=3)
     with pytest.raises(InvalidConfig, match=r"unknown setting 'max_batchsize', .* Did you mean max_batch_size\?$"):
         make(max_batchsize=3)
-    with pytest.raises(InvalidConfig, match=r"unknown setting 'xyzzy', known are adapter_memory, ada.*, admission.*\.$"):
+    with pytest.raises(InvalidConfig, match=r"unknown setting 'xyzzy', known are adapter_memory.*, admission.*\.$"):
         make(xyzzy=3)
     with pytest.raises(InvalidConfig, match=r"unknown setting a string of 70000 characters,"):
         make(**{"m" * 70_000: 1})
