@@ -52,8 +52,10 @@ class SizeReport:
     """What an engine allocates: whole blocks, padding included."""
     int8_kv_bytes: int | None
     """The same with ``kv_cache_dtype="int8"``; ``None`` for a model that cannot have it."""
+    adapter_bytes: int
+    """As ``adapter_memory`` keeps them for adapters."""
     memory: int
-    """For weights and KV together."""
+    """For weights, KV and adapters together."""
     num_blocks_that_fit: int
     num_sequences_that_fit: int
     context_that_fits: int
@@ -67,8 +69,8 @@ class SizeReport:
 
     @property
     def total_bytes(self) -> int:
-        """Weights and KV together."""
-        return self.weight_bytes + self.draft_weight_bytes + self.kv_bytes
+        """Weights, KV and adapters together."""
+        return self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.adapter_bytes
 
     @property
     def pair_bytes(self) -> int:
@@ -96,6 +98,7 @@ class SizeReport:
             "max_model_len": self.context, "max_num_seqs": self.concurrency,
             "max_num_batched_tokens": max(self.concurrency, EngineConfig().max_num_batched_tokens),
             "num_kv_blocks": max(1, min(self.num_blocks, self.num_blocks_that_fit)),
+            **({"max_adapters": 8, "adapter_memory": self.adapter_bytes} if self.adapter_bytes else {}),
         }
 
     @property
@@ -133,7 +136,7 @@ class SizeReport:
 def size_model(
     model: str | os.PathLike[str], *, context: int | None = None, concurrency: int | None = None, dtype: str = "auto",
     kv_cache_dtype: str = "auto", quantization: str = "none", memory: int | float | str | None = None,
-    speculative_model: str | None = None,
+    speculative_model: str | None = None, adapter_memory: int | float | str | None = None,
 ) -> SizeReport:
     """Return what ``model`` takes; its configuration is read, its weights are not.
 
@@ -144,19 +147,17 @@ def size_model(
         dtype: as in ``EngineConfig``.
         kv_cache_dtype: as in ``EngineConfig``.
         quantization: as in ``EngineConfig``.
-        memory: bytes, text or a share of free memory, for weights and KV; ``None``: what is free now.
+        memory: bytes, text or a share of free memory, for weights, KV and adapters; ``None``: what is free now.
         speculative_model: as in ``EngineConfig``.
+        adapter_memory: as in ``EngineConfig``; ``None``: for none.
 
     Raises:
         InvalidConfig: an argument is out of range, there is no such model, or it cannot run here.
     """
-    from torch import int8
-
     from pagedcore.engine.kv_memory import context_length
     from pagedcore.execution.machine import free_memory_bytes
     from pagedcore.models.loading import model_name, plan_backend
     from pagedcore.plugins.manager import create_plugin_manager
-    from pagedcore_kernels.layout import SCALE_BYTES, Int8KVLayout
 
     defaults = EngineConfig()
     sequences = concurrency if concurrency is not None else defaults.max_num_seqs
@@ -166,16 +167,16 @@ def size_model(
                           max_num_batched_tokens=max(sequences, defaults.max_num_batched_tokens))
     free_bytes = free_memory_bytes()
     given = parse_memory(memory, free_bytes=free_bytes, what="memory")
+    adapter_bytes = parse_memory(adapter_memory, free_bytes=free_bytes, what="adapter_memory") or 0
     plan = plan_backend(model, config, load := create_plugin_manager().registry.attention.load)
     draft_weights, draft_block = _sizes_of_draft_model(speculative_model, config, plan.layout.block_size, load)
     layout, layers, most = plan.layout, Counter(plan.layout.layers), free_bytes if given is None else given
     length = context_length(plan.max_model_len, config)
-    has_convolutions = not all(layer.key_head_size for layer in layers)  # whose inputs stay in the model's format
-    in_int8 = None if has_convolutions else Int8KVLayout(layout.block_size, int8, layout.layers, layout.model_dtype)
-    of_token = _bytes_per_token(layout, SCALE_BYTES if layout == in_int8 else 0)
+    in_int8 = _in_int8(layout)
+    of_token = _bytes_per_token(layout, is_int8=layout == in_int8)
     num_blocks = sequences * (blocks_per_sequence := -(-length // layout.block_size))
     pair_bytes = layout.block_bytes + draft_block
-    num_blocks_that_fit = max(0, most - plan.weight_bytes - draft_weights) // pair_bytes
+    num_blocks_that_fit = max(0, most - plan.weight_bytes - draft_weights - adapter_bytes) // pair_bytes
     return SizeReport(
         model=model_name(model), dtype=str(layout.model_dtype).removeprefix("torch."),
         kv_cache_dtype=kv_cache_dtype, quantization=quantization, max_model_len=plan.max_model_len,
@@ -185,15 +186,28 @@ def size_model(
         bytes_per_token=of_token, padding_bytes=layout.block_bytes - layout.block_size * of_token,
         blocks_per_sequence=blocks_per_sequence, num_blocks=num_blocks, kv_bytes=num_blocks * pair_bytes,
         int8_kv_bytes=None if in_int8 is None else num_blocks * (in_int8.block_bytes + draft_block),
-        memory=most, num_blocks_that_fit=num_blocks_that_fit, speculative_model=speculative_model,
+        adapter_bytes=adapter_bytes, memory=most, num_blocks_that_fit=num_blocks_that_fit,
         num_sequences_that_fit=num_blocks_that_fit // blocks_per_sequence,
         context_that_fits=min(length, num_blocks_that_fit // sequences * layout.block_size),
-        draft_weight_bytes=draft_weights, draft_block_bytes=draft_block,
+        speculative_model=speculative_model, draft_weight_bytes=draft_weights, draft_block_bytes=draft_block,
     )
 
 
-def _bytes_per_token(layout: BlockLayout, scale_bytes: int) -> int:
-    """Return the bytes of K and V of a token over all layers, with so many for the scale of each head."""
+def _in_int8(layout: BlockLayout) -> BlockLayout | None:
+    """Return the same with KV in int8; ``None``: inputs of convolutions stay in the model's format."""
+    from torch import int8
+
+    from pagedcore_kernels.layout import Int8KVLayout
+
+    has_convolutions = not all(layer.key_head_size for layer in layout.layers)
+    return None if has_convolutions else Int8KVLayout(layout.block_size, int8, layout.layers, layout.model_dtype)
+
+
+def _bytes_per_token(layout: BlockLayout, *, is_int8: bool) -> int:
+    """Return the bytes of K and V of a token over all layers; in int8 each head has a scale."""
+    from pagedcore_kernels.layout import SCALE_BYTES
+
+    scale_bytes = SCALE_BYTES if is_int8 else 0
     return sum(layer.num_kv_heads * (size * layout.dtype.itemsize + scale_bytes)
                for layer in layout.layers for size in (layer.key_head_size, layer.value_head_size))
 
@@ -229,16 +243,28 @@ def size(
     speculative_model: Annotated[
         str | None, typer.Option(help="A smaller model beside it that guesses; with its weights and KV.")
     ] = None,
+    adapter_memory: Annotated[str | None, typer.Option(help='Of it, for LoRA adapters, such as "1GiB".')] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; sizes in bytes.")] = False,
 ) -> None:
     """Say how much memory a model takes for so many sequences, and what fits."""
     silence_transformers()  # Why: remarks about a configuration would stand between the figures
     report = size_model(model, context=context, concurrency=concurrency, dtype=dtype or "auto", memory=memory,
                         kv_cache_dtype=kv_cache_dtype or "auto", quantization=quantization or "none",
-                        speculative_model=speculative_model)
+                        speculative_model=speculative_model, adapter_memory=adapter_memory)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
         return
+    table = _table(report, "free on this machine" if memory is None else "given")
+    out = console()
+    out.print(table)
+    out.print(report.advice, soft_wrap=True)
+    if report.num_sequences_that_fit:
+        settings = ", ".join(f"{name}={value!r}" for name, value in report.settings.items())
+        out.print(f"Engine.from_pretrained(..., {settings})", markup=False, soft_wrap=True)
+
+
+def _table(report: SizeReport, source: str) -> Table:
+    """Return the figures; ``source`` says where the memory is from."""
     tokens = f"{report.context:,} tokens"
     title = f"{report.model}, {report.dtype}" + (f", {report.quantization}" if report.quantization != "none" else "")
     title += ", KV in int8" if report.kv_cache_dtype == "int8" else ""
@@ -259,18 +285,14 @@ def size(
         *([("weights beside", report.draft_weight_bytes,
             f"of {report.speculative_model}, {format_memory(report.draft_weight_bytes)}")]
           if report.speculative_model else []),
+        *([("adapters", report.adapter_bytes, "adapter_memory")] if report.adapter_bytes else []),
         ("memory", report.memory,
-         f"{format_memory(report.memory)} {'free on this machine' if memory is None else 'given'}"),
+         f"{format_memory(report.memory)} {source}"),
         ("room for KV", report.num_blocks_that_fit * report.pair_bytes,
          f"{report.num_blocks_that_fit:,} blocks: {report.num_sequences_that_fit:,} sequences of {tokens} at once"),
     ):
         table.add_row(what, f"{num_bytes:,}", how)
-    out = console()
-    out.print(table)
-    out.print(report.advice, soft_wrap=True)
-    if report.num_sequences_that_fit:
-        settings = ", ".join(f"{name}={value!r}" for name, value in report.settings.items())
-        out.print(f"Engine.from_pretrained(..., {settings})", markup=False, soft_wrap=True)
+    return table
 
 
 def _token_sum(report: SizeReport) -> str:

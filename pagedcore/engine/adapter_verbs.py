@@ -111,14 +111,12 @@ def make_slots(backend: ModelBackend, config: EngineConfig, undo: ExitStack) -> 
         undo.callback(budget.draw(num_bytes).close)
     assert isinstance(backend, TakesAdapters)  # Invariant: why_no_adapters
     backend.use_adapters(num_slots, MAX_ADAPTER_RANK)
-    slots = AdapterSlots(num_slots, num_bytes)
-    # Why: the backend may be the caller's own, and make the next engine.
-    undo.callback(_empty, slots, backend)
-    return slots
+    return AdapterSlots(num_slots, num_bytes)
 
 
-def _empty(slots: AdapterSlots, backend: TakesAdapters) -> None:
-    for number in list(slots.slot_of):
+def empty_slots(slots: AdapterSlots, backend: ModelBackend) -> None:
+    """Let a model forget its adapters: it may be the caller's own, and make the next engine."""
+    for number in list(slots.slot_of) if isinstance(backend, TakesAdapters) else ():
         backend.drop_adapter(slots.take_out(number))
 
 

@@ -21,7 +21,7 @@ from pagedcore.config.speculation import rules_of
 from pagedcore.drafting.drafts import SOURCES as DRAFTS_FROM
 from pagedcore.drafting.drafts import Drafts
 from pagedcore.embedding_defaults import EmbeddingDefaults
-from pagedcore.engine.adapter_verbs import load_first, make_slots
+from pagedcore.engine.adapter_verbs import empty_slots, load_first, make_slots
 from pagedcore.engine.draft_models import LoadedDraftModel, load_draft_model
 from pagedcore.engine.kv_memory import KVMemory, context_length
 from pagedcore.errors import InvalidConfig
@@ -142,6 +142,8 @@ def build_components(
             slots = make_slots(backend, config, undo)
             memory = KVMemory(backend, config, draft)
             undo.callback(memory.close)
+            # Why last, so that it is first: freeing the pool ends the model's use of slots.
+            undo.callback(empty_slots, slots, backend)
             components = _assemble(
                 model_name(model), config, manager, policy, backend, text, memory, tokenizer, slots, undo.close, draft)
             load_first(components.adapters, config)

@@ -34,7 +34,7 @@ from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.checkpoints.weight_files import has_adapter
 from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.families.model_facts import configured_len, eos_token_ids, max_model_len, num_short_tokens
-from pagedcore.models.families.wrappers import WHOLE
+from pagedcore.models.families.wrappers import WHOLE, leaves_layers_out
 from pagedcore.models.linears.packed_experts import left_alone
 from pagedcore.text_head import TextHead
 from pagedcore.tokenizer.other_files import missing_packages, tokenizer_file
@@ -77,11 +77,13 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     if not trust_remote_code and ships_code(directory):
         facts["code"] = "that which is shipped with it (auto_map) does not run: all tensors fit transformers' own class"
     if has_adapter(directory):
-        facts["adapter"] = "the one beside the model is not applied"
+        facts["adapter"] = "the one beside the model is for requests that name it, where adapters= names its directory"
     sampling = _sampling(name, vocab_size, eos_token_ids(model))
     drafts = "none, as results depend on the schedule" if others else 'with speculation="auto", on a CPU'
     texts = {} if is_gguf(name) else _texts(name, config, vocab_size, trust_remote_code, is_plain=stored is None)
-    return facts | {"decoder": decoder, "schedule": _schedule(others), "speculation": drafts,
+    adapters = ("none: its layers have other numbers than those of the model that it is a part of"
+                if leaves_layers_out(str(whole)) else "on a CPU, one for each request that names it (lora=)")
+    return facts | {"decoder": decoder, "schedule": _schedule(others), "speculation": drafts, "adapters": adapters,
                     "sampling": sampling} | texts
 
 

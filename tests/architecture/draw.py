@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / folder) for folder in ("", "kernels", "adapters", "tests")]
 
 from architecture import (  # noqa: E402
+    draw_adapters,
     draw_blocks,
     draw_peers,
     draw_request,
@@ -33,6 +34,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "docs/blocks.svg": draw_blocks.draw,
     "docs/step.svg": draw_step.draw,
     "docs/speculation.svg": draw_speculation.draw,
+    "docs/lora.svg": draw_adapters.draw,
 }
 
 if __name__ == "__main__":
