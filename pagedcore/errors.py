@@ -7,6 +7,7 @@
           - InvalidGrammar  InvalidTools  InvalidAdapter  UnknownAdapter
           - TooManySequences  TooManyLogprobs  UnknownParameter (TypeError)  RequestTooLarge
           - RequestStateError  SessionStateError  InvalidSessionFile  ModelMismatch  AdapterMismatch
+          - InvalidWeights
       * InvalidConfig (ValueError)        the operator's: the engine was not built
           - ModelNotSupported  ModelTakenOver  DeviceUnavailable  MissingDependency  MemoryBudgetExceeded
       * UnsupportedPlatform (ImportError) the system's: pagedcore does not run on it
@@ -19,6 +20,7 @@
       * NotPicklable (TypeError)          the program's: an engine cannot go to another process
       * EngineInUse                       the program's: two threads call one Engine at once
       * NoEventLoop (RuntimeError)        the program's: it awaits an engine outside of asyncio
+      * WeightsIncomplete                 new weights were written in part: load a whole version, or make a new engine
       * EngineClosed                      the engine was closed; make a new one
           - ForkedProcess  EngineHung
       * RecordingError (ValueError)       a recording is damaged, or cannot be taken again here
@@ -238,6 +240,10 @@ class AdapterMismatch(InvalidSessionFile):
         )
 
 
+class InvalidWeights(InvalidRequest):
+    """New weights are refused; those that the engine has stay as they are."""
+
+
 class ModelNotSupported(InvalidConfig):
     """This architecture would give wrong completions or cannot run; the message says why."""
 
@@ -408,6 +414,16 @@ class NoEventLoop(PagedcoreError, RuntimeError):
         super().__init__(
             "no event loop of asyncio runs here, and an engine can be awaited under no other. Use generate_sync, or "
             "submit(...).result() on a thread."
+        )
+
+
+class WeightsIncomplete(PagedcoreError):
+    """New weights were written over the old ones in part, and the rest failed: nothing is computed with them."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "weights incomplete: a load of new weights in place broke off after its first write. Load a whole version "
+            "with new_weights(), or make a new engine."
         )
 
 

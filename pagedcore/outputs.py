@@ -43,6 +43,19 @@ class TokenLogprobs:
     """With ``return_logits``: float32 [vocab_size], the model's own, read-only."""
 
 
+class WeightsVersion(NamedTuple):
+    """Which weights an engine computes with, as they were loaded."""
+
+    number: int
+    """0 for those that the engine was made with; each further load has a number that no other of this process has."""
+    label: str = ""
+    """What its caller calls it; several loads may have the same."""
+
+    def __str__(self) -> str:
+        """Return the label with the number behind it."""
+        return f"{self.label}#{self.number}" if self.number else "0"
+
+
 @dataclass(frozen=True, slots=True)
 class TokenText:
     """What one token stands for."""
@@ -77,6 +90,8 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     """The stop text or the stop token of the request's own that ended it; ``None`` where it ended by itself, with the
     model's end token, or has not ended with "stop"."""
+    weights: tuple[WeightsVersion, ...] = field(default=(), compare=False)
+    """Of each token, the weights that it was drawn with; empty: those that the engine was made with, all of them."""
 
     def __repr__(self) -> str:
         """Return what fits a line: the text, shortened in the middle, and how it ended."""
@@ -332,6 +347,8 @@ class Delta:
     """On the last delta of a completion: as in ``CompletionOutput``."""
     stop_reason: str | int | None = None
     """On the last delta of a completion: as in ``CompletionOutput``."""
+    weights: tuple[WeightsVersion, ...] = field(default=(), compare=False)
+    """Of each token: as in ``CompletionOutput``."""
 
 
 def _shortened(text: str) -> str:

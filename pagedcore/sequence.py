@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pagedcore.errors import InternalError
-from pagedcore.outputs import FinishReason, TokenLogprobs
+from pagedcore.outputs import FinishReason, TokenLogprobs, WeightsVersion
 from pagedcore.request_options import NO_OPTIONS, RECORDED_OPTIONS, RequestOptions
 from pagedcore.sampling_params import SamplingParams
 
@@ -90,6 +90,8 @@ class Sequence:
     ``None``: they are scored by the model's own distribution."""
     block_keys: list[bytes] = field(init=False, default_factory=list)
     """The content keys that were made for full blocks."""
+    weights: tuple[tuple[int, WeightsVersion], ...] = ()
+    """From which position on tokens were drawn with which weights, where these were loaded into a running engine."""
     is_long: bool = field(init=False, default=False)
     """Whether it has more than ``num_short_tokens`` tokens, so that all of it is computed with other angles."""
     num_prompt_tokens: int = field(init=False)
@@ -178,6 +180,27 @@ class Sequence:
             most = len(self.prompt_logprobs)
         return most if self.hidden_from is None else min(most, self.hidden_from)
 
+    def draw_with(self, weights: WeightsVersion, cache_root: bytes) -> None:
+        """Go on with other weights: nothing that was computed counts, and no block of ``cache_root`` was computed with
+        the old ones. A prompt that nothing was drawn behind is scored anew.
+        """
+        known = self.weights[:-1] if self.weights and self.weights[-1][0] == len(self.token_ids) else self.weights
+        self.weights = (*known, (len(self.token_ids), weights))
+        self.cache_root, self.block_keys = cache_root, []
+        if self.prompt_logprobs and self.num_output_tokens == 0:
+            num_unscored = next((n for n, one in enumerate(self.prompt_logprobs) if one is not None), None)
+            if num_unscored is not None:
+                del self.prompt_logprobs[num_unscored:]
+
+    def weights_of_output(self) -> tuple[WeightsVersion, ...]:
+        """Return the weights that each token of this turn was drawn with; empty if they never were others."""
+        if not self.weights:
+            return ()
+        known = ((0, WeightsVersion(0)), *self.weights)
+        ends = [max(begin, self.num_prompt_tokens) for begin, _ in known[1:]] + [len(self.token_ids)]
+        begins = [max(begin, self.num_prompt_tokens) for begin, _ in known]
+        return tuple(one for (_, one), begin, end in zip(known, begins, ends, strict=True) for _ in range(begin, end))
+
     @property
     def end_token_ids(self) -> frozenset[int]:
         """The stop tokens that end a completion: with ``ignore_eos`` only the request's own."""
@@ -189,6 +212,7 @@ class Sequence:
             sequence_id, self.token_ids, self.params, max_tokens=self.max_tokens, seed=seed,
             stop_token_ids=self.stop_token_ids, options=self.options, arrival=self.arrival, arrival_s=self.arrival_s,
             cache_root=self.cache_root, num_short_tokens=self.num_short_tokens, adapter=self.adapter,
+            weights=self.weights,
             constraint=self.constraint.branch() if self.constraint is not None else None,
         )
         other.num_prompt_tokens = self.num_prompt_tokens

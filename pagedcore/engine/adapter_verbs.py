@@ -29,7 +29,6 @@ _DEFAULT_SLOTS: Final = 8
 class LoadsAdapters:
     """The part of an ``Engine`` that knows adapters."""
 
-    identity: str
     requests: RequestTable
     adapter_registry: AdapterRegistry
     _steps: StepRunner
@@ -81,6 +80,11 @@ class LoadsAdapters:
         """
         return self.adapter_registry.identity_of(self.identity, lora)
 
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """As ``Engine`` has it."""
+
     @abstractmethod
     def _require_open(self) -> None:
         """As ``Engine`` has it."""
@@ -116,7 +120,9 @@ def make_slots(backend: ModelBackend, config: EngineConfig, undo: ExitStack) -> 
 
 def empty_slots(slots: AdapterSlots, backend: ModelBackend) -> None:
     """Let a model forget its adapters: it may be the caller's own, and make the next engine."""
-    for number in list(slots.slot_of) if isinstance(backend, TakesAdapters) else ():
+    if not isinstance(backend, TakesAdapters):
+        return
+    for number in list(slots.slot_of):
         backend.drop_adapter(slots.take_out(number))
 
 

@@ -21,6 +21,7 @@ from pagedcore.embedding_defaults import Pooling
 from pagedcore.engine.adapter_verbs import LoadsAdapters
 from pagedcore.engine.calibration import calibrate
 from pagedcore.engine.judging import JudgesTexts
+from pagedcore.engine.new_weights import NewWeights, Running, Way, WeightsHolder
 from pagedcore.engine.step import StepRunner
 from pagedcore.engine.step_report import StepReport
 from pagedcore.engine.wait_log import WaitLog
@@ -29,7 +30,7 @@ from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.lazy_names import delegate
 from pagedcore.lora.loader import AdapterLoader
 from pagedcore.lora.registry import AdapterRegistry
-from pagedcore.outputs import CompletionScore, Delta, Embedding, Explanation, Quote, RequestOutput
+from pagedcore.outputs import CompletionScore, Delta, Embedding, Explanation, Quote, RequestOutput, WeightsVersion
 from pagedcore.protocols import ChatMessage, Clock, MonotonicClock
 from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options
 from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, options_at, texts_of
@@ -88,10 +89,7 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
         """For invariant checks and observation; do not call its verbs."""
         self.hooks = components.hooks
         """The plugins that look on; further ones may be added, on the engine's thread."""
-        self.chat_format, self.identity = components.chat_format, components.identity
-        """``identity`` is equal for engines with the same weights, number format, kernels, versions, context and
-        ``generation_defaults``, whose greedy completions are the same; unlike any other for a backend that does not
-        describe its weights."""
+        self.chat_format = components.chat_format
         self.generation_defaults = self.input_processor.defaults.as_mapping
         """The model's own sampling parameters, by name: what a request has that does not say otherwise."""
         self.max_lull_s = math.inf if config.max_wait_ms is None else config.max_wait_s
@@ -119,6 +117,8 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
             scheduler, components.runner, self._transfers, self._outputs, self.turn_rules, self.clock, self._give_up,
             self._loader,
         )
+        self.weights_holder = WeightsHolder(self._steps, self._outputs, components)
+        """For ``new_weights``."""
         parking = Parking(
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
             self.clock, self._steps.change, components.num_short_tokens,
@@ -171,6 +171,39 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
         from pagedcore.engine.builder import build_components
 
         return cls(build_components(model, **settings))
+
+    @property
+    def identity(self) -> str:
+        """Equal for engines with the same weights, number format, kernels, versions, context and
+        ``generation_defaults``, whose greedy completions are the same; unlike any other for a backend that does not
+        describe its weights, and for weights that were loaded by ``new_weights``."""
+        return self.components.identity
+
+    @property
+    def weights(self) -> WeightsVersion:
+        """Which weights it computes with."""
+        return self.requests.weights
+
+    def new_weights(self, version: str = "", *, running: Running = "wait", way: Way = "staged") -> NewWeights:
+        """Return a context whose ``load`` takes other weights of the same model; from its end on the engine computes
+        what one that is made of them computes, bit for bit.
+
+            with engine.new_weights(version="7") as weights:
+                weights.load(model.state_dict())
+
+        Args:
+            version: a label for them, of at most 64 letters, digits, dots, colons and dashes.
+            running: what becomes of requests that have not ended: "wait" runs them to their ends first, "abort" aborts
+                them, "keep" computes their positions again with the new weights before their next tokens.
+            way: "staged" makes a second copy ready first, so that a failure leaves the old weights; "in_place" frees
+                each matrix when its successor is there, and needs room for the largest one: a failure behind the first
+                write leaves an engine that raises ``WeightsIncomplete`` until a whole version is loaded.
+
+        Raises:
+            InvalidRequest: an argument is out of range. ``EngineClosed``: after ``close()``.
+        """
+        self._require_open()
+        return NewWeights(self, version, running, way)
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]
@@ -375,8 +408,16 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
         self._require_open()
         return self.sessions.open_checked(params, read_options(options))
 
-    def import_session(self, path: str | os.PathLike[str], **options: Unpack[OptionKeywords]) -> Session:
+    def import_session(
+        self, path: str | os.PathLike[str], *, other_weights: str = "refuse", **options: Unpack[OptionKeywords]
+    ) -> Session:
         """Open an exported conversation, which continues as it would have there; options as for ``add_request``.
+
+        Args:
+            path: of the file.
+            other_weights: "recompute" takes one that other weights of the same model have brought forth, and computes
+                its tokens again with those that are here; "refuse" does not.
+            **options: as for ``add_request``.
 
         Raises:
             InvalidSessionFile: the file is damaged or no session file; ``ModelMismatch``: another model's.
@@ -384,7 +425,7 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
             TooManySessions: as many as allowed are open. ``OSError``: the file cannot be read.
         """
         self._require_open()
-        return self.sessions.take_in(self.sessions.read(path), options)
+        return self.sessions.take_in(self.sessions.read(path, other_weights), options)
 
     def abort_request(self, request_id: str) -> bool:
         """End a request now and free its blocks; return whether it was live. Raises ``InvalidRequest`` for no text."""

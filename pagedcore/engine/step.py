@@ -107,6 +107,23 @@ class StepRunner:
             if not self._is_inside:
                 self._undo()
 
+    def forget_computed(self, renew: Callable[[], None]) -> None:
+        """Make a change after which nothing that was computed is of use; live requests compute their tokens again.
+
+        ``renew`` is called while nothing is in flight, and may raise nothing. Raises ``EngineInUse``.
+        """
+        with self.change():
+            self._transfers.drain()
+            renew()
+            self._outputs.undo_step(_NO_PLAN)
+            self._runner.forget()
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Keep other threads out, and hold Ctrl-C back until the end; a second one comes at once."""
+        with self.exclusive(), self._ctrl_c:
+            yield
+
     def _undo(self) -> None:
         if not self.is_torn:
             return

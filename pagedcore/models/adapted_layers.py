@@ -18,6 +18,7 @@ from pagedcore.models.families.wrappers import WHOLE, leaves_layers_out, text_na
 from pagedcore.models.linears.packed_linear import PackedLinear
 from pagedcore.models.lora.adapter import AdaptedLayer, AdaptedModel, LoraAdapter, adapter_bytes, read_adapter
 from pagedcore.models.lora.slots import AdapterSlots
+from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 
 _FORMATS: Final = torch.float32, torch.bfloat16
 
@@ -34,7 +35,7 @@ class AdaptedProducts:
         head = model.get_output_embeddings()
         inside = {name: one for name, one in linear.items()
                   if one is not head and "experts" not in name.split(".") and _format(one) in _FORMATS}
-        self._decoder, self._max_rank = decoder, max_rank
+        self._decoder, self._max_adapters, self._max_rank = decoder, max_adapters, max_rank
         self._products: list[PackedLinear] = []
         numbers, layers = dict[int, int](), dict[str, AdaptedLayer]()
         for name in sorted(decoder.adapted(inside)):
@@ -57,6 +58,14 @@ class AdaptedProducts:
     def read(self, directory: str) -> LoraAdapter:
         """Return ``read_adapter`` of a directory."""
         return read_adapter(Path(directory), self._model, self._max_rank)
+
+    def moved(self, model: Any, decoder: Decoder) -> AdaptedProducts:
+        """Return the same slots, with the adapters in them, of another model of the same form and its decoder."""
+        assert isinstance(decoder, AdaptedDecoder)  # Invariant: it is the decoder of the same form
+        with torch_beside_kernels():
+            other = AdaptedProducts(model, decoder, self._max_adapters, self._max_rank)
+        self.slots.fill(other.slots)
+        return other
 
     def leave(self) -> None:
         """Let go of all slots; the decoder computes as it did before."""

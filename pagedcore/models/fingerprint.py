@@ -60,8 +60,10 @@ def description_of(backend: ModelBackend) -> DescribesItself:
     return backend if isinstance(backend, DescribesItself) else _Undescribed()
 
 
-def kv_format(backend: ModelBackend, block_size: int) -> str:
+def kv_format(backend: ModelBackend, block_size: int, mark: str = "") -> str:
     """Name the model of a backend's KV blocks, how they are computed and laid out: a digest, 64 hexadecimal digits.
+
+    ``mark`` tells weights that were loaded later from all others, as their fingerprint is one of samples.
 
     With other kernels, another processor or GPU, the same tokens may give other bits; they are computed again.
     """
@@ -82,6 +84,8 @@ def kv_format(backend: ModelBackend, block_size: int) -> str:
     ]
     if facts.device_name:
         parts.append(facts.device_name)
+    if mark:
+        parts.append(f"weights {mark}")
     return _digest([repr(part).encode() for part in parts])
 
 

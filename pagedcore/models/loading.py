@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pagedcore.models.checkpoints.packed_file import PackedFile
     from pagedcore.models.checkpoints.packed_model import Wanted
     from pagedcore.models.checkpoints.quantized import StoredFormat
+    from pagedcore.models.origin import Succession
     from pagedcore.models.transformers_model import TransformersModel
     from pagedcore.text_head import PairDefaults, TextHead
 
@@ -114,25 +115,19 @@ def backend_of_packed(source: str, packed: PackedFile, config: EngineConfig, loa
 
 def _backend(
     model: Any, config: EngineConfig, load: Loader, *, use_packed: Callable[[], PackedFile | None] | None = None,
-    on_loaded: Callable[[Any], None] = lambda model: None,
+    on_loaded: Callable[[Any], None] = lambda model: None, succession: Succession | None = None,
 ) -> tuple[TransformersModel, Any]:
     """Return a backend and its model; ``use_packed`` returns packed weights in the place of those found by a path."""
-    is_named = isinstance(model, str | os.PathLike)
-    # Why: a caller with a loaded model has imported transformers.
-    transformers = sys.modules.get("transformers")
-    if not is_named and (transformers is None or not isinstance(model, transformers.PreTrainedModel)):
-        raise InvalidConfig(
-            f'model: got {describe(model)}, allowed is "demo", a directory, a GGUF file, a hub name, a causal language '
-            "model of transformers, or an object with the members of ModelBackend."
-        )
+    if not (is_named := isinstance(model, str | os.PathLike)):
+        _require_model(model)
     from pagedcore.execution import devices
     from pagedcore.execution.memory_pages import give_back_freed
     from pagedcore.models.checkpoints import auto_int8
     from pagedcore.models.checkpoints.ownership import require_free, take_whole
-    from pagedcore.models.checkpoints.packed_model import find_packed, identity_of, load_packed
+    from pagedcore.models.checkpoints.packed_model import find_packed, load_packed
     from pagedcore.models.checkpoints.pretrained import as_refusals
     from pagedcore.models.checkpoints.quantized import stored_format
-    from pagedcore.models.linears.stored_weight import has_unpacked
+    from pagedcore.models.linears.stored_weight import has_unpacked, shapes_of_tensors, tied_names
     from pagedcore.models.transformers_model import TransformersModel
 
     # Why: all that can be refused without the model is, before it is loaded.
@@ -151,6 +146,8 @@ def _backend(
         model = _load(model, stored, config, device, quantization) if packed is None else load_packed(
             source, stored, packed, trust_remote_code=config.trust_remote_code)
     on_loaded(model)
+    # Why now: layers of other weights are compared before they are packed, too.
+    weights = shapes_of_tensors(model), tied_names(model)
     _tell_parts(model.config)
     heads = _heads(given, model)
     # Why: an architecture's own code runs here, and raises what it likes.
@@ -162,16 +159,51 @@ def _backend(
             model, attention, block_size=config.block_size, is_private=is_named, attention_name=name, linears=linears,
             linear_name=config.linear_backend, quantization=quantization, kv_cache_dtype=config.kv_cache_dtype,
             device=device, when_made=packed.require_undamaged if packed is not None else lambda: None,
+            succession=succession,
         )
     give_back_freed()
-    if packed is not None:
-        backend.fingerprint = identity_of(packed)
+    _note_origin(backend, packed, quantization, config, load, weights, is_quantized=is_quantized)
     _tell_of_texts(backend, given, heads, config.trust_remote_code)
     if not is_named and given is not model:
         take_whole(given)
     if stored is not None and has_unpacked(model):
         raise InternalError("a quantised layer was not packed")
     return backend, model
+
+
+def _require_model(model: Any) -> None:
+    # Why: a caller with a loaded model has imported transformers.
+    transformers = sys.modules.get("transformers")
+    if transformers is None or not isinstance(model, transformers.PreTrainedModel):
+        raise InvalidConfig(
+            f'model: got {describe(model)}, allowed is "demo", a directory, a GGUF file, a hub name, a causal language '
+            "model of transformers, or an object with the members of ModelBackend."
+        )
+
+
+def _of_files(
+    config: EngineConfig, load: Loader, source: str, on_loaded: Callable[[Any], None], succession: Succession
+) -> TransformersModel:
+    """Return a backend of other weights; ``on_loaded`` gets the tree of modules before a layer is packed, and refuses
+    it by what it raises. Other arguments and errors as above.
+    """
+    return _backend(source, config, load, on_loaded=on_loaded, succession=succession)[0]
+
+
+def _note_origin(
+    backend: TransformersModel, packed: PackedFile | None, scheme: str, config: EngineConfig, load: Loader,
+    weights: tuple[Mapping[str, tuple[int, ...]], Mapping[str, str]], *, is_quantized: bool,
+) -> None:
+    """Tell a backend how its weights were loaded, and which model packed ones are."""
+    from pagedcore.models.checkpoints.packed_model import identity_of
+    from pagedcore.models.origin import Origin
+
+    if packed is not None:
+        backend.fingerprint = identity_of(packed)
+        scheme = scheme if is_quantized else str(packed.header["scheme"])
+    again = replace(config, dtype=str(backend.dtype).removeprefix("torch."), quantization=scheme)
+    reason = f"its files hold quantised weights ({scheme})" if is_quantized else ""
+    backend.origin = Origin(scheme, partial(_of_files, again, load), reason, *weights)
 
 
 def _heads(given: Any, model: Any) -> tuple[TextHead | None, PairDefaults]:

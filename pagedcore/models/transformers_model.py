@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 
-from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, ModelTakenOver
+from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, ModelTakenOver, WeightsIncomplete
 from pagedcore.execution.devices import CPU, Device
 from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.execution.kv_pool import KVPool
@@ -44,10 +44,11 @@ from pagedcore.models.families import model_facts, supported_models
 from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.models.linears.int8_embedding import quantize_embedding
-from pagedcore.models.linears.packed_linear import FASTEST, probe_invariance
+from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, probe_invariance
 from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.models.linears.stored_weight import JoinedMatmul, StoredLinears, has_unpacked
 from pagedcore.models.lora.adapter import LoraAdapter
+from pagedcore.models.origin import Origin, Succession
 from pagedcore.models.self_test import INT8_KV_TOLERANCE, QUANTIZED_TOLERANCE, SelfTest
 from pagedcore.protocols import (
     AttentionBackend,
@@ -72,6 +73,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger("pagedcore")
+_OF_POOL: Final = frozenset({"cache_store", "_attention", "_graphed", "block_size"})
+"""What of a backend belongs to its pool, and not to its weights."""
 _OUR_PRODUCTS = PackedMatmul | PackedInt8Matmul | PackedGroupedMatmul | JoinedMatmul
 MakeLayout = Callable[[int, torch.dtype, tuple[LayerShape, ...]], BlockLayout]
 """``(block_size, dtype, shapes) -> layout``, of a model in ``dtype``."""
@@ -91,13 +94,17 @@ class TransformersModel:
     """What turns states into numbers, set by whoever has read the model's files, like ``pair_defaults``."""
     pair_defaults = PairDefaults(refusal="its files were not looked at")
     _adapted: AdaptedProducts | None = None
+    origin: Origin | None = None
+    """How the weights were loaded, set by whoever did it."""
+    has_fallen_back = False
+    """Whether the fastest decoder has failed the self-test, and another one computes."""
 
     def __init__(
         self, model: PreTrainedModel, attention_factory: AttentionFactory, *, block_size: int | None = None,
         is_private: bool = False, runs_self_test: bool = True, decoder_factory: DecoderFactory | None = None,
         attention_name: str = "unnamed", linears: LinearFactory = FASTEST, linear_name: str = "auto",
         quantization: str = "none", kv_cache_dtype: str = "auto", device: Device = CPU,
-        when_made: Callable[[], None] = lambda: None,
+        when_made: Callable[[], None] = lambda: None, succession: Succession | None = None,
     ) -> None:
         """Take a model over: it cannot be used by itself any more.
 
@@ -114,6 +121,7 @@ class TransformersModel:
             kv_cache_dtype: as in ``EngineConfig``.
             device: where the model computes.
             when_made: called when all products are made, and before any is computed.
+            succession: whose place it takes, which spares the self-test; products are compared with their weights.
 
         Raises:
             ModelNotSupported: the architecture cannot run here, or the self-test failed.
@@ -121,6 +129,11 @@ class TransformersModel:
             InvalidConfig: a KV pool cannot store its number format, or int8, or it has weights on another device.
         """
         self.name = str(model.config.model_type)
+        self.make_again: Callable[..., TransformersModel] = partial(
+            TransformersModel, attention_factory=attention_factory, block_size=block_size,
+            decoder_factory=decoder_factory, attention_name=attention_name, linears=linears, linear_name=linear_name,
+            quantization=quantization, kv_cache_dtype=kv_cache_dtype, device=device)
+        """Takes another model over in the same way; given that, and the other arguments."""
         self._device, self.device_name, self.attention_name = device, device.gpu_name, attention_name
         self._is_quantized = quantization != "none"
         self._tolerance = max(QUANTIZED_TOLERANCE * self._is_quantized, INT8_KV_TOLERANCE * (kv_cache_dtype != "auto"))
@@ -133,13 +146,7 @@ class TransformersModel:
         self.cache_store: KVPool | None = None
         self._attention: AttentionBackend | None = None
         self._graphed: GraphedSteps | None = None
-        ownership.require_free(model)
-        supported_models.check(model, self.name, device.kind)
-        facts, config = model_facts, model.config
-        self.max_model_len, self.num_short_tokens = facts.max_model_len(config), facts.num_short_tokens(config)
-        self.eos_token_ids, self.generation_config = facts.eos_token_ids(model), facts.generation_fields(model)
-        self.fingerprint = model_fingerprint(model, quantization)
-        self.embedding_defaults, self._hidden_size = facts.embedding_defaults(config), facts.hidden_size(model)
+        self._read_facts(model, quantization)
         self._scheme = quantization if linears is QUANTIZERS.get(quantization) else ""
         """What weights are quantised by; "" for weights that were when they were loaded, or are not."""
         is_decoded_late = not self._is_quantized and has_unpacked(model)
@@ -151,7 +158,16 @@ class TransformersModel:
             # were compared with their weights one by one. Quantised ones do not compute what those weights would.
             is_known = isinstance(model, ForCausalLM) and linears is FASTEST and decoder_factory is None
             compares_products = self._is_quantized or is_decoded_late or (is_known and device.kind == "cpu")
-            self._take_over(model, factory, is_private, runs_self_test, compares_products, when_made)
+            self._take_over(model, factory, is_private, runs_self_test, compares_products, when_made, succession)
+
+    def _read_facts(self, model: PreTrainedModel, quantization: str) -> None:
+        ownership.require_free(model)
+        supported_models.check(model, self.name, self._device.kind)
+        facts, config = model_facts, model.config
+        self.max_model_len, self.num_short_tokens = facts.max_model_len(config), facts.num_short_tokens(config)
+        self.eos_token_ids, self.generation_config = facts.eos_token_ids(model), facts.generation_fields(model)
+        self.fingerprint = model_fingerprint(model, quantization)
+        self.embedding_defaults, self._hidden_size = facts.embedding_defaults(config), facts.hidden_size(model)
 
     @property
     def computes_in_torch(self) -> bool:
@@ -183,10 +199,14 @@ class TransformersModel:
         with self._device.computing():
             self.cache_store = self._device.new_storage(self.layout(block_size), num_blocks)
             attention = self._attention = self._attention_factory(self.cache_store.layout, self.cache_store.pool)
-        if self._device.graphs is not None and isinstance(attention, RecordsLaunches):
-            self._graphed = GraphedSteps(
-                self._decoder, attention, self.layers, self.dtype, self._device.torch_device, self._device.graphs,
-                self.num_short_tokens)
+        self._graphed = self._new_graphs(attention)
+
+    def _new_graphs(self, attention: AttentionBackend) -> GraphedSteps | None:
+        if self._device.graphs is None or not isinstance(attention, RecordsLaunches):
+            return None
+        return GraphedSteps(
+            self._decoder, attention, self.layers, self.dtype, self._device.torch_device, self._device.graphs,
+            self.num_short_tokens)
 
     def free_kv_bytes(self) -> int:
         """Bytes of memory that a KV pool could take now."""
@@ -350,10 +370,11 @@ class TransformersModel:
 
     def _take_over(
         self, model: PreTrainedModel, decoder_factory: DecoderFactory, is_private: bool, runs_self_test: bool,
-        compares_products: bool, when_made: Callable[[], None],
+        compares_products: bool, when_made: Callable[[], None], succession: Succession | None,
     ) -> None:
         model = self._device.take(model.eval())
-        own_attention = model.config._attn_implementation
+        self.model, runs_self_test = model, runs_self_test and succession is None
+        own_attention = self.own_attention = model.config._attn_implementation
         test = SelfTest(model, self.block_size, self._tolerance) if runs_self_test and not compares_products else None
         ownership.take(model)
         self.layers, self.vocab_size = redirect_attention(model)
@@ -361,12 +382,17 @@ class TransformersModel:
             self._require_convolutions()
         self.kv_bytes_per_token = self.layout(self.block_size).bytes_per_token
         mappings = FileMappings()
-        on_unused = mappings.free_pages if is_private else lambda weight: None
+        on_unused: OnUnused = mappings.free_pages if is_private else lambda weight: None
+        if succession is not None:
+            on_unused = _both(on_unused, succession.on_packed)
         if self._scheme and (unused := quantize_embedding(model, QUANTIZERS[self._scheme], self._scheme)) is not None:
             on_unused(unused)
         with _kernels_compute() if self._device.kind == "cpu" and can_multiply(self.dtype, 2) else nullcontext():
             self._decoder: Decoder = decoder_factory(model, self.layers, on_unused)
         mappings.detach(model)
+        if succession is not None and succession.keeps_nothing:
+            for tensor in model.parameters():
+                tensor.data = tensor.data.clone()
         self._model, self._weights = model, ownership.TakenWeights(model)
         for product in self._decoder.products:
             product.use_huge_pages()
@@ -378,9 +404,39 @@ class TransformersModel:
                 with convolutions.own_convolutions(model):
                     test = SelfTest(model, self.block_size, self._tolerance)
                 model.set_attn_implementation(ATTENTION_KEY)
-            is_reproducible = test is None or self._settle_decoder(test)
-            self.variable_part = self._find_variable_part(is_reproducible)
-            """What makes results depend on the schedule, or nothing."""
+            if succession is None:
+                self.variable_part: str = self._find_variable_part(test is None or self._settle_decoder(test))
+                """What makes results depend on the schedule, or nothing."""
+            else:
+                self._settle_like(succession.like)
+
+    def _settle_like(self, other: TransformersModel) -> None:
+        """Take the decoder that another one of the same form has found to be right, and what is known of it."""
+        self.variable_part = other.variable_part
+        if other.has_fallen_back and (fallback := self._decoder.fallback()) is not None:
+            self._decoder, self.has_fallen_back = fallback, True
+
+    def become(self, other: TransformersModel) -> None:
+        """Compute with what another one of the same form has taken over, from the next forward on; at once.
+
+        The KV pool stays, with numbers that were computed with other weights; ``other`` is not used any more.
+        """
+        if self._adapted is not None:
+            other._adapted = self._adapted.moved(other._model, other._decoder)
+        # Why one call: an interrupt leaves all of the old, or all of the new.
+        vars(self).update({name: value for name, value in vars(other).items() if name not in _OF_POOL})
+        if self._graphed is not None and self._attention is not None:
+            self._graphed = self._new_graphs(self._attention)
+
+    def lose_products(self) -> Iterator[int]:
+        """Free the products one by one, in the order in which they were made, and yield the bytes of each; from then
+        on every forward raises ``WeightsIncomplete``.
+        """
+        products, self._decoder, self._graphed = tuple(self._decoder.products), Incomplete(), None
+        for product in products:
+            num_bytes = product.multiply.memory[1]
+            del product.multiply
+            yield num_bytes
 
     def _require_convolutions(self) -> None:
         if not isinstance(self._attention_factory, ConvolvesRows):
@@ -419,8 +475,26 @@ class TransformersModel:
             if (fallback := self._decoder.fallback()) is None:
                 raise
             _log.warning("%s: a slower decoder computes it, as the fast one failed: %s", self.name, failure)
-            self._decoder = fallback
+            self._decoder, self.has_fallen_back = fallback, True
             return self._settle_decoder(test)
+
+
+def _both(one: OnUnused, other: OnUnused) -> OnUnused:
+    def call(weight: torch.Tensor) -> None:
+        one(weight)
+        other(weight)
+
+    return call
+
+
+class Incomplete(Decoder):
+    """In the place of a decoder whose products are gone."""
+
+    def __call__(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Raise ``WeightsIncomplete``."""
+        raise WeightsIncomplete
 
 
 @contextmanager

@@ -300,6 +300,11 @@ class OutputProcessor:
         self._expired += sequences
         self._pending += self._end_all(sequences, "error", error)
 
+    def end_live(self, error: Exception) -> None:
+        """End every request that has not ended."""
+        self._pending += self._end_all([one.sequence for one in tuple(self.by_sequence.values())], "error", error)
+        self.note_step()
+
     def abort(self, request: Request) -> None:
         """Finish what of a request has not finished, for the caller's reason."""
         self.groups.close_group(request, "abort")

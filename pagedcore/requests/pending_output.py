@@ -142,6 +142,9 @@ class PendingOutput:
         delta = Delta(
             request.request_id, self.index, text, token_ids, reason, logprobs, error, sequence.num_prompt_tokens
         )
+        if sequence.weights and token_ids:
+            end = self._num_taken_tokens
+            delta = replace(delta, weights=sequence.weights_of_output()[end - len(token_ids) : end])
         if reason is None:
             return delta
         return replace(delta, itl_s=self._intervals_s(), stop_reason=self._stop_reason())
@@ -153,7 +156,7 @@ class PendingOutput:
             self.index, "".join(self._parts), tuple(sequence.output_token_ids), sequence.finish_reason,
             logprobs=tuple(sequence.logprobs) if sequence.params.logprobs is not None else None,
             error=self.request.error if sequence.finish_reason == "error" else None, score=sequence.score,
-            itl_s=self._intervals_s(), stop_reason=self._stop_reason(),
+            itl_s=self._intervals_s(), stop_reason=self._stop_reason(), weights=sequence.weights_of_output(),
         )
 
     def _stop_reason(self) -> str | int | None:

@@ -51,6 +51,10 @@ class TextReader:
         self._read = count, total
         return True
 
+    def begin_anew(self) -> None:
+        """Forget what was read: all positions will come again, with other states."""
+        self._read = 0, 0.0
+
     def vector(self) -> FloatArray:
         """Return the vector of what was read, float32, read-only. Raises ``InternalError`` if that is nothing."""
         count, total = self._read

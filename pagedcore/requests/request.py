@@ -48,6 +48,9 @@ class ReadsHidden(Protocol):
         A step that broke off is computed again, so that positions may come a second time, with the same states.
         """
 
+    def begin_anew(self) -> None:
+        """Forget all states: they will come again, and be others."""
+
     def vector(self) -> FloatArray:
         """Return what was made of all of them, float32 [dimensions]."""
 
@@ -63,7 +66,7 @@ class Request:
     """
 
     __slots__ = ("_num_taken", "_owner", "adapter", "context", "dropped", "error", "metrics", "options", "params",
-                 "reader", "request_id", "sequences")
+                 "reader", "request_id", "root", "sequences")
 
     def __init__(
         self, request_id: str, sequences: list[Sequence], params: SamplingParams, options: RequestOptions,
@@ -77,6 +80,8 @@ class Request:
         self.params = params
         self.options = options
         self.error: Exception | None = None
+        self.root = b""
+        """What its blocks are shared by, whatever the weights are: the salt, and what else keeps requests apart."""
         self.reader: ReadsHidden | None = None
         """Takes the hidden states of a request that generates nothing."""
         self.adapter: LoadedAdapter | None = None

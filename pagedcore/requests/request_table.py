@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
-from pagedcore.errors import InvalidMaxTokens, InvalidRequest, RequestStateError
+from pagedcore.errors import InvalidMaxTokens, InvalidRequest, RequestStateError, WeightsIncomplete
 from pagedcore.lora.registry import AdapterRegistry, LoadedAdapter
-from pagedcore.outputs import FinishReason, RequestMetrics, TokenLogprobs
+from pagedcore.outputs import FinishReason, RequestMetrics, TokenLogprobs, WeightsVersion
 from pagedcore.protocols import Clock, Constraint
 from pagedcore.request_options import RequestOptions
 from pagedcore.requests.candidate_groups import SEED_RANGE, SEED_STRIDE
@@ -56,6 +56,8 @@ class SequenceSnapshot:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """As far as they are known; they are in no file, and are computed again for a turn that asks for them."""
+    weights: tuple[tuple[int, WeightsVersion], ...] = ()
+    """As of a ``Sequence``; in no file."""
 
     @classmethod
     def of(cls, sequence: Sequence) -> SequenceSnapshot:
@@ -64,6 +66,7 @@ class SequenceSnapshot:
             token_ids=tuple(sequence.token_ids), num_prompt_tokens=sequence.num_prompt_tokens, params=sequence.params,
             max_tokens=sequence.max_tokens, seed=sequence.seed, finish_reason=sequence.finish_reason or "abort",
             logprobs=tuple(sequence.logprobs), prompt_logprobs=tuple(sequence.prompt_logprobs or ()),
+            weights=sequence.weights,
         )
 
 
@@ -86,6 +89,10 @@ class RequestTable:
     adapters: AdapterRegistry
     num_short_tokens: int | None = None
     """As of a ``Sequence``: what the model says."""
+    weights: WeightsVersion = field(default=WeightsVersion(0), init=False)
+    """What the model computes with."""
+    lacks_weights: bool = field(default=False, init=False)
+    """Whether it has some of these and some of those, so that every turn is refused."""
     _by_id: dict[str, Request] = field(default_factory=dict, init=False)
     _labels: set[tuple[bytes, str | None]] = field(default_factory=set, init=False)
     _arrivals: Iterator[int] = field(default_factory=lambda: count(1), init=False)
@@ -116,6 +123,7 @@ class RequestTable:
         Raises ``InvalidRequest`` if its label is taken, ``UnknownAdapter`` if its adapter is not loaded any more,
         ``EngineOverloaded``; then nothing changed.
         """
+        self._require_weights()
         options, params = processed.options, processed.params
         adapter = self.adapters.find(options.lora)
         label = (options.salt, options.request_id)
@@ -134,6 +142,7 @@ class RequestTable:
             sequences[0].prompt_logprobs = []
         request = Request(request_id, sequences, params, options, self.owner, arrival_s)
         request.context, request.adapter = processed.context, adapter
+        request.root = self._root(options.salt, request_id, self.shares_prefixes, adapter)
         if processed.new_reader is not None:
             request.reader = processed.new_reader()
             sequences[0].hidden_from = request.reader.first
@@ -219,21 +228,22 @@ class RequestTable:
             self.outputs.reopen_text(request, sequence)
 
     def revive(
-        self, snapshot: SequenceSnapshot, options: RequestOptions, cache_root: bytes | None = None, *,
+        self, snapshot: SequenceSnapshot, options: RequestOptions, root: bytes | None = None, *,
         is_shared: bool = True, adapter: LoadedAdapter | None = None,
     ) -> Request:
         """Make a finished request with this past, which the caller has checked and which ``adopt`` is to keep.
 
-        It shares the blocks of ``cache_root``; ``None``: those of all requests with the same salt, unless it is not
+        It shares the blocks of ``root``, another request's; ``None``: those of all with the same salt, unless it is not
         ``is_shared``: then only its own turns and forks find its blocks.
         """
         request_id = secrets.token_hex(16)
+        root = root or self._root(options.salt, request_id, self.shares_prefixes and is_shared, adapter)
         sequence = Sequence(
             next(self.sequence_ids), list(snapshot.token_ids), snapshot.params, max_tokens=snapshot.max_tokens,
             seed=snapshot.seed, stop_token_ids=self.inputs.stop_token_ids(snapshot.params),
             options=options.without_salt(), arrival=next(self._arrivals),
-            cache_root=cache_root or self._root(options.salt, request_id, self.shares_prefixes and is_shared, adapter),
-            num_short_tokens=self.num_short_tokens, adapter=_number_of(adapter),
+            cache_root=self._root_now(root), num_short_tokens=self.num_short_tokens, adapter=_number_of(adapter),
+            weights=snapshot.weights or self._weights_now,
         )
         sequence.move_to(SequenceStatus.FINISHED)
         sequence.num_prompt_tokens, sequence.finish_reason = snapshot.num_prompt_tokens, snapshot.finish_reason
@@ -241,8 +251,19 @@ class RequestTable:
         if snapshot.params.prompt_logprobs is not None:
             sequence.prompt_logprobs = list(snapshot.prompt_logprobs)
         request = Request(request_id, [sequence], snapshot.params, options, self.owner)
-        request.adapter = adapter
+        request.root, request.adapter = root, adapter
         return request
+
+    def take_weights(self, weights: WeightsVersion) -> None:
+        """Have every request, also one that has finished, go on with other weights; the caller forgets all blocks."""
+        self.weights = weights
+        for request in self:
+            root = self._root_now(request.root)
+            for sequence in (*request.sequences, *request.dropped):
+                sequence.draw_with(weights, root)
+            if request.reader is not None and not request.is_done:
+                request.reader.begin_anew()
+                request.sequences[0].hidden_from = request.reader.first
 
     def adopt(self, request: Request) -> None:
         """Keep a request that ``revive`` has made, with its text, until it is removed."""
@@ -258,11 +279,16 @@ class RequestTable:
 
     def require_extensible(self, request: Request, index: int | None = None) -> Sequence:
         """Return the sequence of a request that can be continued. Raises as ``Request.extend``."""
+        self._require_weights()
         if request.sequences[0].status is SequenceStatus.REMOVED:
             raise RequestStateError("extend", "removed", "finished and kept", "Add a new request instead.")
         if not request.is_done:
             raise RequestStateError("extend", "running", "finished", "Step until is_done, or abort it.")
         return request.sequences[index_of_completion(index, len(request.sequences))]
+
+    def _require_weights(self) -> None:
+        if self.lacks_weights:
+            raise WeightsIncomplete
 
     @contextmanager
     def _beginning(self, request: Request, sequence: Sequence) -> Iterator[None]:
@@ -319,18 +345,30 @@ class RequestTable:
         self, processed: ProcessedRequest, num: int, ids: Iterator[int], arrival: tuple[int, float], request_id: str,
         seed: int = 0, *, adapter: LoadedAdapter | None = None,
     ) -> list[Sequence]:
-        root = self._root(processed.options.salt, request_id, self.shares_prefixes, adapter)
+        root = self._root_now(self._root(processed.options.salt, request_id, self.shares_prefixes, adapter))
         seen = processed.options.without_salt()
         return [
             Sequence(
                 next(ids), processed.token_ids, processed.params, max_tokens=processed.max_tokens,
                 seed=(seed + index * SEED_STRIDE) % SEED_RANGE, stop_token_ids=processed.stop_token_ids, options=seen,
                 arrival=arrival[0], arrival_s=arrival[1], cache_root=root,
-                num_short_tokens=self.num_short_tokens, adapter=_number_of(adapter),
+                num_short_tokens=self.num_short_tokens, adapter=_number_of(adapter), weights=self._weights_now,
                 constraint=processed.constraint.branch() if processed.constraint is not None else None,
             )
             for index in range(num)
         ]
+
+    @property
+    def _weights_now(self) -> tuple[tuple[int, WeightsVersion], ...]:
+        """As ``Sequence.weights`` of one that begins now."""
+        return ((0, self.weights),) if self.weights.number else ()
+
+    def _root_now(self, root: bytes) -> bytes:
+        """Return the cache root of sequences of a request's root, with the weights that there are now."""
+        if not self.weights.number:
+            return root
+        number = str(self.weights.number).encode()
+        return self.scheduler.kv_cache.device.hasher.root({"root": root, "weights": number})
 
     def _root(
         self, salt: bytes, request_id: str, is_shared: bool, adapter: LoadedAdapter | None = None

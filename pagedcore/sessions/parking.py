@@ -96,6 +96,8 @@ class Parking:
     num_short_tokens: int | None = None
     """As of a ``Sequence``."""
     _parked: dict[int, _Parked] = field(default_factory=dict, init=False)
+    num_renewals: int = field(default=0, init=False)
+    """How often all KV became worthless."""
     next_expiry_s: float = field(default=math.inf, init=False)
     """When ``expire`` has something to free next, in seconds of the clock."""
 
@@ -143,13 +145,13 @@ class Parking:
 
     def park_on_disk(self, sequence: Sequence, ttl_s: float | None) -> Operation[ParkedState]:
         """Write the KV of a sequence that is in memory to a file, and remove the file if a turn has begun meanwhile."""
-        file, is_kept = self._new_file(sequence), False
+        file, is_kept, num_renewals = self._new_file(sequence), False, self.num_renewals
         if file is None:
             return self.park_tokens(sequence)
         try:
             is_written: bool = yield file.write
             is_idle = sequence.status is SequenceStatus.FINISHED
-            is_kept = is_written and is_idle
+            is_kept = is_written and is_idle and num_renewals == self.num_renewals
         finally:
             if not is_kept:
                 self.directory.remove(file.path)
@@ -231,6 +233,13 @@ class Parking:
         is_long = self.num_short_tokens is not None and len(token_ids) > self.num_short_tokens
         form = sha256(f"{self.kv_format} long".encode()).hexdigest() if is_long else self.kv_format
         return KVSpec(tuple(token_ids[:num_tokens]), self.scheduler.kv_cache.device.block_size, block_bytes, form)
+
+    def take_weights(self, kv_format: str) -> None:
+        """Keep only tokens of what is parked, as its KV was computed with other weights; the caller forgets blocks."""
+        self.kv_format, self.num_renewals = kv_format, self.num_renewals + 1
+        for parked in list(self._parked.values()):
+            self.unpark(parked.sequence)
+            self._record(parked.sequence, "tokens", 0, None)
 
     def unpark(self, sequence: Sequence) -> None:
         """Remove a sequence and its file from the ledger; blocks pinned on the host stay until they are loaded."""

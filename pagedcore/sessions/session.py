@@ -16,6 +16,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
+from pagedcore.config.field_rules import one_of
 from pagedcore.config.limits import MAX_SESSIONS
 from pagedcore.errors import (
     AdapterMismatch,
@@ -41,7 +42,7 @@ from pagedcore.sequence import Sequence
 from pagedcore.sessions.kv_file import KVCopy, KVSpec
 from pagedcore.sessions.operation import Operation, run
 from pagedcore.sessions.parking import ParkedFile, ParkedState, Parking
-from pagedcore.sessions.session_file import SessionSnapshot, read_session, write_session
+from pagedcore.sessions.session_file import SessionSnapshot, WeightsMark, read_session, write_session
 
 
 class Session(AbstractContextManager["Session"]):
@@ -150,7 +151,8 @@ class Session(AbstractContextManager["Session"]):
         Raises ``SessionStateError`` if the session is closed, ``TooManySessions`` if as many as allowed are open.
         """
         sequence = self._require_open("fork")
-        snapshot, root = (SequenceSnapshot.of(sequence), sequence.cache_root) if sequence is not None else (None, None)
+        root = self._request.root if self._request is not None else None
+        snapshot = SequenceSnapshot.of(sequence) if sequence is not None else None
         # Why: a label belongs to one request; the original keeps it.
         options = replace(self._options, request_id=None)
         adapter = self._request.adapter if self._request is not None else None
@@ -196,6 +198,7 @@ class Session(AbstractContextManager["Session"]):
     def turn_operation(self, prompt: Prompt | None, params: SamplingParams | None) -> Operation[Request]:
         """Return ``extend`` as an operation; its only work tokenises the prompt and reads the session's file."""
         sequence, num_known = self._require_idle("ask"), len(self.token_ids)
+        num_renewals = self._store.parking.num_renewals
         if prompt is None and sequence is None:
             raise SessionStateError("ask", "empty", "cut off within a completion", "Give a prompt.")
         file = self._store.parking.file_of(sequence) if sequence is not None else None
@@ -203,7 +206,7 @@ class Session(AbstractContextManager["Session"]):
         sequence = self._require_idle("ask")
         if len(self.token_ids) != num_known:
             raise SessionStateError("ask", "further on", "as it was when the turn was prepared", "Ask again.")
-        if sequence is not None and kv is not None:
+        if sequence is not None and kv is not None and num_renewals == self._store.parking.num_renewals:
             self._store.parking.load_kv(sequence, kv)
         return self._begin(prepared)
 
@@ -245,7 +248,9 @@ class Session(AbstractContextManager["Session"]):
         """Return ``export`` as an operation."""
         sequence = self._require_open("export")
         file = self._store.parking.file_of(sequence) if sequence is not None and include_kv else None
+        num_renewals = self._store.parking.num_renewals
         stored = (yield file.read) if file is not None else None
+        stored = stored if num_renewals == self._store.parking.num_renewals else None
         yield partial(write_session, Path(path), self._snapshot(stored, include_kv=include_kv))
 
     def _prepare(
@@ -283,10 +288,11 @@ class Session(AbstractContextManager["Session"]):
 
     def _read_back(self, sequence: Sequence, file: ParkedFile, what: str) -> Operation[int]:
         """Put a file's KV where the next turn finds it; the file is removed if all of it is there."""
+        parking = self._store.parking
+        num_renewals = parking.num_renewals
         kv: KVCopy | None = yield file.read
         self._require_idle(what)
-        parking = self._store.parking
-        num_tokens = parking.load_kv(sequence, kv) if kv is not None else 0
+        num_tokens = parking.load_kv(sequence, kv) if kv is not None and num_renewals == parking.num_renewals else 0
         if num_tokens >= len(file.spec.token_ids) and parking.file_of(sequence) is file:
             parking.unpark(sequence)
         return num_tokens
@@ -300,8 +306,8 @@ class Session(AbstractContextManager["Session"]):
         adapter = self._request.adapter if self._request is not None else self._store.find_adapter(self._options)
         digest = b"" if adapter is None else adapter.digest
         return SessionSnapshot(
-            model=self._store.fingerprint, params=self._params, priority=self._options.priority,
-            is_salted=self._options.cache_salt is not None,
+            model=self._store.fingerprint, weights=self._store.weights, params=self._params,
+            priority=self._options.priority, is_salted=self._options.cache_salt is not None,
             history=SequenceSnapshot.of(sequence) if sequence is not None else None, kv=kv,
             kv_spec=self._store.describe_kv(self.token_ids, kv.num_tokens, digest) if kv is not None else None,
             adapter=digest, adapter_name=(self._options.lora or "") if digest else "",
@@ -333,6 +339,8 @@ class SessionStore:
     requests: RequestTable
     parking: Parking
     fingerprint: ModelFingerprint
+    weights: WeightsMark = field(default=WeightsMark(), init=False)
+    """Which weights the engine has; of those that it was made with, nothing but the fingerprint."""
     session_key: bytes = b""
     """Authenticates the KV of exported sessions; without it, imported KV is the session's own and never shared."""
     sessions: set[Session] = field(default_factory=set, init=False)
@@ -355,9 +363,13 @@ class SessionStore:
         self.input_processor.check_options(options)
         return self.open(params, options)
 
-    def read(self, path: str | os.PathLike[str]) -> SessionSnapshot:
-        """Read and check a session's files; callable from any thread. Errors as ``Engine.import_session``."""
-        return read_session(Path(path), self.fingerprint, self.input_processor, self.describe_kv)
+    def read(self, path: str | os.PathLike[str], other_weights: str = "refuse") -> SessionSnapshot:
+        """Read and check a session's files, on any thread. Arguments and errors as ``Engine.import_session``."""
+        one_of("refuse", "recompute").check("other_weights", other_weights)
+        num_renewals, mark = self.parking.num_renewals, self.weights
+        snapshot = read_session(Path(path), self.fingerprint, self.input_processor, self.describe_kv, weights=mark,
+                                takes_others=other_weights == "recompute")
+        return replace(snapshot, num_renewals=num_renewals)
 
     def describe_kv(self, token_ids: tuple[int, ...], num_tokens: int | None = None, adapter: bytes = b"") -> KVSpec:
         """Describe the KV of a sequence's first ``num_tokens`` tokens, or all, in a file that travels; ``adapter`` is
@@ -386,6 +398,9 @@ class SessionStore:
     def take_in(self, snapshot: SessionSnapshot, given: OptionKeywords) -> Session:
         """Make a session of a file's contents. Errors as ``Engine.import_session``."""
         options = read_options(given)
+        if snapshot.num_renewals != self.parking.num_renewals:
+            # Why: new weights came since the file was read.
+            snapshot = replace(snapshot, kv=None)
         self.input_processor.check_options(options)
         if "priority" not in given:
             options = replace(options, priority=snapshot.priority)
@@ -398,10 +413,10 @@ class SessionStore:
 
     def open(
         self, params: SamplingParams | None, options: RequestOptions, history: SequenceSnapshot | None = None,
-        cache_root: bytes | None = None, kv: KVCopy | None = None, *, adapter: LoadedAdapter | None = None,
+        root: bytes | None = None, kv: KVCopy | None = None, *, adapter: LoadedAdapter | None = None,
     ) -> Session:
-        """Make a session; one with a history has that ``adapter``, shares the blocks of ``cache_root`` and has ``kv``
-        put into the cache.
+        """Make a session; one with a history has that ``adapter``, shares the blocks of ``root`` and has ``kv`` put
+        into the cache.
         """
         if self._is_closed:
             raise EngineClosed("this engine is closed; make a new one.")
@@ -413,12 +428,17 @@ class SessionStore:
             if history is not None:
                 # Safety: without a signature the blocks prove nothing, so that no other request may find them.
                 is_shared = kv is None or bool(self.session_key)
-                past = self.requests.revive(history, options, cache_root, is_shared=is_shared, adapter=adapter)
+                past = self.requests.revive(history, options, root, is_shared=is_shared, adapter=adapter)
                 session.take_past(past, kv)
         except BaseException:
             session.close()
             raise
         return session
+
+    def take_weights(self, fingerprint: ModelFingerprint, mark: WeightsMark, kv_format: str) -> None:
+        """Say from now on that the model has other weights, and keep nothing that was computed with the old ones."""
+        self.fingerprint, self.weights = fingerprint, mark
+        self.parking.take_weights(kv_format)
 
     def close(self) -> None:
         """Close all sessions and remove their files; a second call does nothing."""

@@ -40,6 +40,8 @@ VERSION: Final = 1
 _KV_SUFFIX: Final = ".kv.safetensors"
 _DIGEST: Final = matching(r"[0-9a-f]{64}", "a digest")
 _MODEL: Final = {"architecture": matching(r"[\w.-]{1,64}", "a name"), "config": _DIGEST, "weights": _DIGEST}
+_MARK: Final[dict[str, FieldRule[Any]]] = {
+    "id": _DIGEST, "number": integer(1, MAX_COUNT), "label": matching(r"[\w.:-]{0,64}", "a label")}
 _FORM: Final[dict[str, FieldRule[Any]]] = {
     "block_size": integer(1, MAX_COUNT), "block_bytes": integer(1, MAX_COUNT), "kv_format": _DIGEST,
 }
@@ -58,12 +60,13 @@ _FIELDS: Final = {
     "document": {"format", "version", "checksum", "body"},
     "body": {"model", "params", "priority", "is_salted", "history", "kv"},
     "model": set(_MODEL),
+    "weights": set(_MARK),
     "params": set(_FIRST_PARAMS),
     "history": {"token_ids", "num_prompt_tokens", "params", "max_tokens", "seed", "finish_reason", "logprobs"},
     "kv": {"num_tokens", "block_size", "block_bytes", "kv_format", "block_digests"},
     "adapter": {"digest", "name"},
 }
-_OPTIONAL: Final = {"params": _LATER_PARAMS.keys(), "body": {"adapter"}}
+_OPTIONAL: Final = {"params": _LATER_PARAMS.keys(), "body": {"adapter", "weights"}}
 """Fields that a file need not have."""
 _NUM_BASE_BYTES: Final = 2**16 + 12 * MAX_LARK_BYTES
 """At least what a file without tokens takes: twice the parameters, most of them biases, stop strings and a grammar, of
@@ -75,6 +78,21 @@ _MAX_LOGPROB: Final = 0.001
 
 DescribeKV = Callable[[tuple[int, ...], int, bytes], KVSpec]
 """``(token_ids, num_tokens, adapter) -> spec`` of the KV of a sequence's first tokens, as this engine makes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsMark:
+    """Which weights an engine loaded after it was made; the default: none."""
+
+    id: str = ""
+    """Random, 64 hexadecimal digits: no two loads have the same, in whatever process."""
+    number: int = 0
+    """As of a ``WeightsVersion``."""
+    label: str = ""
+
+    def __str__(self) -> str:
+        """Return what a message says of it."""
+        return f", loaded as {self.label}#{self.number}" if self.id else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +113,10 @@ class SessionSnapshot:
     """The digest of the adapter that it is computed with; empty: none."""
     adapter_name: str = ""
     """What that was called, for messages."""
+    weights: WeightsMark = WeightsMark()
+    """What its latest turn was, or would have been, computed with."""
+    num_renewals: int = 0
+    """As of ``Parking``, when it was read."""
 
 
 def write_session(path: Path, snapshot: SessionSnapshot) -> None:
@@ -125,9 +147,18 @@ def write_session(path: Path, snapshot: SessionSnapshot) -> None:
 
 
 def read_session(
-    path: Path, model: ModelFingerprint, inputs: InputProcessor, describe_kv: DescribeKV
+    path: Path, model: ModelFingerprint, inputs: InputProcessor, describe_kv: DescribeKV, *,
+    weights: WeightsMark = WeightsMark(), takes_others: bool = False,
 ) -> SessionSnapshot:
     """Read and check a session's files, for an engine with this model and these bounds; callable from any thread.
+
+    Args:
+        path: of the file.
+        model: of the engine, with the weights that it has now.
+        inputs: the engine's bounds.
+        describe_kv: says how the engine makes KV.
+        weights: which ones the engine has loaded.
+        takes_others: whether a session of other weights of the same model is read, without its KV.
 
     Raises:
         InvalidSessionFile: it is no session file, damaged, of another version, or has values that are not accepted.
@@ -140,13 +171,17 @@ def read_session(
     made_with = ModelFingerprint(**{
         name: rule.check(f"model.{name}", names[name], InvalidSessionFile) for name, rule in _MODEL.items()
     })
-    if made_with != model:
-        raise ModelMismatch(str(made_with), str(model))
+    mark = _mark_of(body)
+    is_same_model = (made_with.architecture, made_with.config) == (model.architecture, model.config)
+    has_same_weights = made_with == model and mark.id == weights.id
+    if not (has_same_weights or (is_same_model and takes_others)):
+        raise ModelMismatch(f"{made_with}{mark}", f"{model}{weights}")
     history = None if body["history"] is None else _history(_mapping(body, "history"), inputs)
     params = None if body["params"] is None else _params(_mapping(body, "params"), inputs)
     priority, is_salted = _field(body, "priority", PRIORITY), _field(body, "is_salted", BOOLEAN)
     adapter, name = _adapter(_mapping(body, "adapter")) if "adapter" in body else (b"", "")
-    kv = None if body["kv"] is None else _kv(path, _mapping(body, "kv"), history, describe_kv, adapter)
+    has_kv = body["kv"] is not None and has_same_weights
+    kv = _kv(path, _mapping(body, "kv"), history, describe_kv, adapter) if has_kv else None
     return SessionSnapshot(model=model, params=params, priority=priority, is_salted=is_salted, history=history, kv=kv,
                            adapter=adapter, adapter_name=name)
 
@@ -163,6 +198,7 @@ def _kv_path(path: Path) -> Path:
 def _body_of(snapshot: SessionSnapshot) -> dict[str, Any]:
     spec, kv, history = snapshot.kv_spec, snapshot.kv, snapshot.history
     return {
+        **({"weights": asdict(snapshot.weights)} if snapshot.weights.id else {}),
         "model": asdict(snapshot.model),
         "params": params_as_mapping(snapshot.params) if snapshot.params is not None else None,
         "priority": snapshot.priority,
@@ -236,6 +272,14 @@ def _read_body(path: Path, max_bytes: int) -> Mapping[str, Any]:
         raise InvalidSessionFile("checksum", document["checksum"], "the digest of its own contents",
                                  "The file was changed or damaged; export the session again.")
     return body
+
+
+def _mark_of(body: Mapping[str, Any]) -> WeightsMark:
+    if "weights" not in body:
+        return WeightsMark()
+    values = _mapping(body, "weights")
+    return WeightsMark(**{name: rule.check(f"weights.{name}", values[name], InvalidSessionFile)
+                          for name, rule in _MARK.items()})
 
 
 def _field(values: Mapping[str, Any], name: str, rule: FieldRule[_T]) -> _T:

@@ -34,7 +34,7 @@ def test_a_completion_made_anew_knows_its_stop(
     """From its tokens alone, before its text has been ended and after."""
     params = SamplingParams(stop=stop)
     sequence: Any = SimpleNamespace(output_token_ids=[1, 2], token_ids=[9, 1, 2], finish_reason=reason, params=params,
-                                    logprobs=[], score=None)
+                                    logprobs=[], score=None, weights_of_output=tuple)
     pending = PendingOutput(SimpleNamespace(error=None), sequence, 0, None,  # type: ignore[arg-type]
                             lambda: IncrementalText(Letters(), params.stop))
     pending.replay()

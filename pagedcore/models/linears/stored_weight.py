@@ -339,6 +339,26 @@ def stored_weights(module: torch.nn.Module) -> Iterator[StoredWeight]:
         yield from value if isinstance(value, StoredMatrices) else [value] if isinstance(value, StoredWeight) else []
 
 
+def shapes_of_tensors(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight of a model by its name, stored ones too; a tied one has the first of its names.
+    """
+    known = {id(tensor): (name, tuple(tensor.shape))
+             for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    shapes = dict(sorted(known.values()))
+    for name, module in model.named_modules():
+        for kind, weight in vars(module).items():
+            if isinstance(weight, StoredWeight | StoredMatrices):
+                shapes[f"{name}.{kind}"] = tuple(weight.shape)
+    return shapes
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Return each further name of a tied weight, and its first one."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+    return {name: known for name, known in names.items() if name != known}
+
+
 def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a model's stored weights, by names of their own; no ``state_dict`` has them."""
     for name, module in model.named_modules():

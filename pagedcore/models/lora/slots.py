@@ -66,6 +66,11 @@ class AdapterSlots:
         for number, one in words.items():
             self._places[number, slot] = one
 
+    def fill(self, others: AdapterSlots) -> None:
+        """Put what these slots have into the same ones of ``others``, of a model of the same form; see ``put``."""
+        for slot, adapter in self._held.items():
+            others.put(slot, adapter)
+
     def drop(self, slot: int) -> None:
         """Empty a slot; not during a step, and nothing happens if it is empty."""
         self._require_slot(slot)
