@@ -19,9 +19,10 @@ from typing import Any, Final, TypeVar, Unpack
 from pagedcore.config.field_rules import invalid_setting, seconds
 from pagedcore.config.limits import MAX_TIMEOUT_S
 from pagedcore.engine.engine import Engine
+from pagedcore.engine.new_weights import Running, Way
 from pagedcore.errors import EngineClosed, ForkedProcess, NotPicklable
 from pagedcore.lazy_names import delegate
-from pagedcore.outputs import Delta, Explanation, Quote, RequestOutput
+from pagedcore.outputs import Delta, Explanation, Quote, RequestOutput, WeightsVersion
 from pagedcore.plugins.manager import PluginManager
 from pagedcore.protocols import MonotonicClock
 from pagedcore.request_options import WAIT, OptionKeywords, read_options
@@ -34,6 +35,7 @@ from pagedcore.serving.async_adapters import AsyncAdapters
 from pagedcore.serving.async_calls import AsyncCalls
 from pagedcore.serving.async_embedding import AsyncEmbeddings
 from pagedcore.serving.async_session import AsyncSession
+from pagedcore.serving.async_weights import AsyncNewWeights
 from pagedcore.serving.commands import Commands, Places
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
 from pagedcore.serving.health import Health, watch
@@ -88,8 +90,7 @@ class AsyncEngine(
         warn_of_gevent()
         if engine.turn_rules.queue_timeout_s is None:
             engine.turn_rules.queue_timeout_s = QUEUE_TIMEOUT_S
-        self.identity = engine.identity
-        """As ``Engine.identity``."""
+        self._says_identity, self._says_weights = lambda: engine.identity, lambda: engine.weights
         self.generation_defaults = engine.generation_defaults
         """As ``Engine.generation_defaults``."""
         self.chat_format = engine.chat_format
@@ -124,6 +125,31 @@ class AsyncEngine(
         _check(stream_interval_s, dead_after_s)
         engine = Engine.from_pretrained(model, **settings)
         return cls(engine, stream_interval_s=stream_interval_s, dead_after_s=dead_after_s)
+
+    @property
+    def identity(self) -> str:
+        """As ``Engine.identity``."""
+        return self._says_identity()
+
+    @property
+    def weights(self) -> WeightsVersion:
+        """As ``Engine.weights``."""
+        return self._says_weights()
+
+    def new_weights(self, version: str = "", *, running: Running = "wait", way: Way = "staged") -> AsyncNewWeights:
+        """Return an asynchronous context whose ``load`` is awaited; arguments as ``Engine.new_weights``.
+
+            async with engine.new_weights(version="7", running="keep") as weights:
+                await weights.load(model.state_dict())
+
+        Staged weights are made ready on another thread, while the engine serves. With "wait" requests that come
+        meanwhile are held until the others have ended; turns of sessions that begin meanwhile are waited for too.
+        """
+        return AsyncNewWeights(self.call, self._hold, version, running, way)
+
+    def _hold(self, is_held: bool) -> None:
+        with suppress(EngineClosed):
+            self._commands.put(lambda worker: worker.hold(is_held), CompletionFuture())
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, *, timeout_s: float | None = None,
@@ -216,10 +242,10 @@ class AsyncEngine(
         return AsyncSession(self, lambda engine: engine.session(params, **options))
 
     async def import_session(
-        self, path: str | os.PathLike[str], **options: Unpack[OptionKeywords]
+        self, path: str | os.PathLike[str], *, other_weights: str = "refuse", **options: Unpack[OptionKeywords]
     ) -> AsyncSession:
-        """Open an exported conversation; errors as ``Engine.import_session``. The file is read on another thread."""
-        snapshot = await asyncio.to_thread(self._read_session, path)
+        """Open an exported conversation; as ``Engine.import_session``. The file is read on another thread."""
+        snapshot = await asyncio.to_thread(self._read_session, path, other_weights)
         return await AsyncSession(self, lambda engine: engine.sessions.take_in(snapshot, options)).__aenter__()
 
     def stats(self, timeout_s: float = 10.0) -> EngineStats:

@@ -118,7 +118,7 @@ class EngineLoop:
         self._held: OrderedDict[OutputSink, tuple[ProcessedRequest, float]] = OrderedDict()
         self._num_finished = engine.num_finished
         self._present: Command | None = None
-        self._is_stopping = self._has_idle_work = False
+        self._is_stopping = self._has_idle_work = self._is_holding = False
 
     def run(self) -> None:
         """Serve until ``stop``; whatever happens, every sink gets its end and the engine is closed."""
@@ -162,10 +162,14 @@ class EngineLoop:
         """Take a request for a sink that has a place, or hold it until the engine's queue has room."""
         if sink.is_cancelled:
             self._commands.places.give_back(sink)
-        elif self._held or not self.engine.can_accept(processed.params.num_initial_sequences):
+        elif self._held or self._is_holding or not self.engine.can_accept(processed.params.num_initial_sequences):
             self._held[sink] = processed, self._clock.now()
         else:
             self._admit(processed, sink)
+
+    def hold(self, is_held: bool) -> None:
+        """Hold requests that come from now on, or no longer; their time limits go on."""
+        self._is_holding = is_held
 
     def serve(self, begin: Callable[[], Request], sink: OutputSink) -> None:
         """Begin a request or a session's turn for a sink, or end the sink with the reason."""
@@ -231,7 +235,7 @@ class EngineLoop:
                 del self._held[sink]
                 self._commands.places.give_back(sink)
                 wake([sink.end(QueueTimeout(limit_s))])
-            elif self.engine.can_accept(processed.params.num_initial_sequences):
+            elif not self._is_holding and self.engine.can_accept(processed.params.num_initial_sequences):
                 del self._held[sink]
                 self._admit(processed, sink, self._clock.now() - since_s)
             else:
