@@ -27,6 +27,7 @@ from pagedcore.errors import (
     PromiseRefused,
     QueueTimeout,
     RequestTimeout,
+    WeightsIncomplete,
 )
 
 _log = logging.getLogger(__name__)
@@ -120,5 +121,6 @@ _STATUSES: Final[tuple[tuple[type[Exception], HTTPStatus, int | None], ...]] = (
     (DeadlineMissed, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_AFTER_S),
     (NotServing, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_ELSEWHERE_S),
     (EngineClosed, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_ELSEWHERE_S),
+    (WeightsIncomplete, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_ELSEWHERE_S),
     (RequestTimeout, HTTPStatus.GATEWAY_TIMEOUT, None),
 )

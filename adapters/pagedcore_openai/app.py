@@ -45,6 +45,7 @@ from pagedcore_openai.pooled import Pooled
 from pagedcore_openai.responses import ResponseCall
 from pagedcore_openai.service import SaltHook, Service
 from pagedcore_openai.tenants import ApiKeys, Browsers
+from pagedcore_openai.weights import UpdateWeights
 
 DRAIN_S: Final = 25.0
 MAX_OPEN_CALLS: Final = 1024
@@ -56,7 +57,7 @@ MEMORY_SHARE: Final = 0.3
 """Share of free memory that the KV pools of several models take together when nothing is said."""
 _APP_OPTIONS: Final = frozenset({
     "api_keys", "salt_of", "hosts", "max_body_bytes", "max_open_calls", "body_s", "drain_s",
-    "metrics", "page", "origins", "max_priority", "weight_of", "recordings", "adapter_roots",
+    "metrics", "page", "origins", "max_priority", "weight_of", "recordings", "adapter_roots", "weights_dir",
 })
 _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("POST", "/chat/completions", partial(Completing, kind=ChatCall)),
@@ -78,6 +79,7 @@ _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("GET", "/recording", Recording),
     ("POST", "/load_lora_adapter", LoadAdapter),
     ("POST", "/unload_lora_adapter", UnloadAdapter),
+    ("POST", "/update_weights", UpdateWeights),
 )
 _STAINLESS: Final = ("Arch", "Async", "Custom-Poll-Interval", "Helper", "Helper-Method", "Lang", "OS",
                      "Package-Version", "Poll-Helper", "Raw-Response", "Read-Timeout", "Retry-Count", "Runtime",
@@ -109,7 +111,8 @@ class OpenAIApp(Starlette):
         for one in service.models.values():
             engine_metrics(one.engine)
         hidden = {Metrics: not service.shows_metrics, Recording: not service.shows_recordings,
-                  LoadAdapter: not service.adapter_roots, UnloadAdapter: not service.adapter_roots}
+                  LoadAdapter: not service.adapter_roots, UnloadAdapter: not service.adapter_roots,
+                  UpdateWeights: service.weights_dir is None}
         routes = [Route(prefix + path, endpoint, methods=[method])
                   for method, path, make in _ROUTES if not hidden.get(make, False)
                   for endpoint in (make(service),) for prefix in ("", "/v1")]
@@ -167,7 +170,8 @@ def openai_app(
     max_open_calls: int = MAX_OPEN_CALLS, body_s: float = BODY_S, drain_s: float = DRAIN_S,
     metrics: bool = False, page: bool = False, origins: Collection[str] | None = None,
     max_priority: int | None = None, weight_of: Callable[[Request], float] | None = None, recordings: bool = False,
-    adapter_roots: Collection[str] = (), owned: Collection[AsyncEngine] = (),
+    adapter_roots: Collection[str] = (), weights_dir: str | os.PathLike[str] | None = None,
+    owned: Collection[AsyncEngine] = (),
 ) -> OpenAIApp:
     """Make the app around engines.
 
@@ -192,6 +196,8 @@ def openai_app(
             if the engines keep these; with keys it needs the admin key, without them everybody who may call has it.
         adapter_roots: directories below which the admin key may load adapters, by ``/v1/load_lora_adapter``; empty:
             adapters are those that the engines were given.
+        weights_dir: whose directories and GGUF files ``/update_weights`` may load into a running engine; with keys it
+            needs the admin key, without them everybody who may call has it. ``None``: there is none.
         owned: engines that the app closes at its end; the owner of the others does.
 
     Raises:
@@ -203,7 +209,7 @@ def openai_app(
     models = {name: ServedModel.of(name, engine) for name, engine in by_name.items()}
     service = Service(models, api_keys, salt_of, Browsers(hosts, origins), max_body_bytes, max_open_calls, body_s,
                       metrics, page_files() if page else {}, max_priority, weight_of, recordings,
-                      roots_of(adapter_roots))
+                      roots_of(adapter_roots), None if weights_dir is None else Path(weights_dir))
     return OpenAIApp(service, drain_s, owned)
 
 

@@ -55,6 +55,11 @@ class ServedModel:
     lora: str | None = None
     """The adapter that its name stands for."""
 
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """The field of an answer that says which weights the engine has, where they were loaded later."""
+        return {"system_fingerprint": str(self.engine.weights)} if self.engine.weights.number else {}
+
     @classmethod
     def of(cls, name: str, engine: AsyncEngine) -> ServedModel:
         """Look at an engine, which takes a step at most. Raises ``EngineClosed``."""

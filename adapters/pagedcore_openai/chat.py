@@ -91,7 +91,8 @@ class ChatCall(Call):
         return f'{{"content":{await chat_logprobs(one.logprobs, self.served.spell)},"refusal":null}}'
 
     def _head(self, kind: str) -> str:
-        head = encode({"id": self.id, "object": kind, "created": self.created, "model": self.served.name})
+        head = encode({"id": self.id, "object": kind, "created": self.created, "model": self.served.name,
+                       **self.served.fingerprint})
         return f'{head[:-1]},"choices":['
 
     async def events(self) -> AsyncGenerator[str, None]:

@@ -89,7 +89,8 @@ class TextCall(Call):
         return place * self.params.n + index
 
     def _head(self) -> str:
-        head = encode({"id": self.id, "object": "text_completion", "created": self.created, "model": self.served.name})
+        head = encode({"id": self.id, "object": "text_completion", "created": self.created, "model": self.served.name,
+                       **self.served.fingerprint})
         return f'{head[:-1]},"choices":['
 
     async def events(self) -> AsyncGenerator[str, None]:

@@ -50,7 +50,7 @@ def serve(
     models: Mapping[str, Any], *, host: str = "127.0.0.1", port: int = 8000, drain_s: float = DRAIN_S,
     announce: Callable[[str], None] = print, allow_hosts: Collection[str] = (), allow_origins: Collection[str] = (),
     page: bool = True, recordings: Literal["on", "tokens"] | None = None,
-    opened: Callable[[str], None] = lambda url: None, **settings: Any,
+    weights_dir: str | None = None, opened: Callable[[str], None] = lambda url: None, **settings: Any,
 ) -> None:
     """Serve models until SIGTERM or Ctrl-C; the calls in flight then have ``drain_s`` seconds to end.
 
@@ -66,6 +66,7 @@ def serve(
         page: whether there is a page at ``/``.
         recordings: as ``EngineConfig.flight_recorder``; there is ``/recording`` then. It needs the admin key; without
             any keys a loopback address may have "on".
+        weights_dir: as for ``openai_app``; it needs the admin key.
         opened: is given the address of the page, once it answers.
         settings: as for ``create``.
 
@@ -83,6 +84,8 @@ def serve(
                 f"recordings: got {describe_name(recordings)}, needed is {ADMIN_VARIABLE}, because a recording "
                 'shows all tenants together; only on a loopback address, without keys, "on" needs none.'
             )
+    if weights_dir is not None and (api_keys is None or not api_keys.has_admin):
+        raise InvalidConfig(f"weights_dir: got a directory, needed is {ADMIN_VARIABLE} for those who load weights.")
     # Why any on other addresses: their names are not known here.
     hosts = {*LOOPBACK, *allow_hosts} if host in LOOPBACK or allow_hosts else None
     config = uvicorn.Config("", host=host, port=port, log_config=None, log_level="warning", access_log=False,
@@ -96,7 +99,8 @@ def serve(
         if (given := settings.get("config")) is None or given.max_num_waiting is None:
             settings.setdefault("max_num_waiting", MAX_WAITING)
         app = create(models, api_keys=api_keys, hosts=hosts, origins=allow_origins, page=page, drain_s=drain_s,
-                     metrics=True, recordings=recordings is not None, **settings)
+                     metrics=True, recordings=recordings is not None, weights_dir=weights_dir,
+                     **settings)
         config.app = app
         url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 

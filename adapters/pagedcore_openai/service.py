@@ -63,6 +63,8 @@ class Service:
     shows_recordings: bool = False
     adapter_roots: tuple[Path, ...] = ()
     """Directories below which the admin key may load adapters; empty: there are no routes for that."""
+    weights_dir: Path | None = None
+    """Where admins may load weights from; ``None``: nowhere."""
     open_calls: OpenCalls = field(default_factory=OpenCalls)
     live: dict[str, LiveView] = field(init=False)
     """By model."""

@@ -36,6 +36,9 @@ def serve(
     recordings: Annotated[
         str | None, typer.Option(help='"on" or "tokens": record, and send it to admins at /recording.')
     ] = None,
+    weights_dir: Annotated[
+        str | None, typer.Option(help="A directory from which admins may load weights at /update_weights.")
+    ] = None,
     kv_memory: Annotated[
         str | None, typer.Option(help='Memory for KV, such as "2GiB"; several models share it equally.')
     ] = None,
@@ -72,7 +75,8 @@ def serve(
     if adapter and len(by_name) > 1:
         raise InvalidConfig(f"--adapter: got one with {len(by_name)} models, allowed is one model.")
     run(by_name, host=host, port=port, drain_s=drain_s, allow_hosts=allow_host or [],
-        allow_origins=allow_origin or [], page=page, recordings=recordings, adapter_roots=adapter_root or [], **given)
+        allow_origins=allow_origin or [], page=page, recordings=recordings, adapter_roots=adapter_root or [],
+        weights_dir=weights_dir, **given)
 
 
 def run(by_name: Mapping[str, str], *, is_announced: bool = True, **options: Any) -> None:

@@ -1,0 +1,62 @@
+"""The endpoint that gives a served model other weights, for admins, from one directory of the operator's alone."""
+
+from __future__ import annotations
+
+import re
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pagedcore.errors import EngineInUse, InvalidConfig, InvalidRequest
+from pagedcore_http.events import encode
+from pagedcore_http.refusals import RefusedAtTheDoor
+from pagedcore_openai import fields as known
+from pagedcore_openai.endpoints import JSON, Endpoint
+
+FORM: Final = known.Form(frozenset({"model", "weights", "version", "mode", "in_place"}))
+_NAME: Final = re.compile(r"[\w-][\w.-]{0,127}", re.ASCII)
+
+
+class UpdateWeights(Endpoint):
+    """Loads weights into a running engine, as ``AsyncEngine.new_weights``; one load at a time."""
+
+    is_for_admins: ClassVar = True
+
+    async def respond(self, request: Request, tenant: bytes | None) -> Response:
+        """Return which weights the model has now.
+
+        Raises:
+            InvalidRequest: a field is refused, or the weights are.
+            RefusedAtTheDoor: 429 while others are loaded, 400 for files that cannot be read.
+        """
+        given = FORM.read(await self.service.read_body(request))
+        served = self.service.model_of(given)
+        name = known.required(given, "weights", "a name in the directory of weights")
+        place = place_of(self.service.weights_dir, name)
+        way: Any = "in_place" if known.flag(given, "in_place") else "staged"
+        mode = given.get("mode", "wait")
+        if mode not in ("wait", "abort", "keep"):
+            raise InvalidRequest("mode", mode, '"wait", "abort" or "keep"')
+        try:
+            async with served.engine.new_weights(given.get("version", place.name), running=mode, way=way) as new:
+                await new.load(place)
+        except EngineInUse:
+            raise RefusedAtTheDoor(HTTPStatus.TOO_MANY_REQUESTS, "loads of weights", 2, "at most 1") from None
+        except InvalidConfig as error:
+            raise RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "weights", str(error), "weights of the model that runs",
+                                   is_described=True) from None
+        label, number = served.engine.weights.label, served.engine.weights.number
+        return Response(encode({"model": served.name, "version": label, "number": number}), media_type=JSON)
+
+
+def place_of(directory: Path | None, name: Any) -> Path:
+    """Return the directory or GGUF file of a name in the operator's directory. Raises ``InvalidRequest``."""
+    # Safety: no name leads out of the directory, and no link in it does.
+    if directory is not None and isinstance(name, str) and _NAME.fullmatch(name):
+        place, parent = (directory / name).resolve(), directory.resolve()
+        if place.parent == parent and (place.is_dir() or place.suffix == ".gguf") and place.exists():
+            return place
+    raise InvalidRequest("weights", name, "the name of a directory, or of a GGUF file, in the directory of weights")
