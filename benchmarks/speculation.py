@@ -40,13 +40,14 @@ def counted(
 
     Returns the ratio to steps without drafts, tokens a step, and drafts a step.
     """
+    costs = [1.0 + row_cost * count for count in range(most + 1)]
     drafts, seconds, num_tokens, num_drafts, num_steps = Drafts(sources), 0.0, 0, 0, 0
     for number, trace in enumerate(some):
         tokens, whole = list(trace.prompt), [*trace.prompt, *trace.completion]
         drafts.begin(number, b"", tokens)
         while (num_left := len(whole) - len(tokens)) > 0:
             chances = [drafts.chances(number, tokens)]
-            (count,) = share_out(chances, [min(most, num_left - 1)], most, num_sampled=1, step_s=1.0, row_s=row_cost)
+            (count,) = share_out(chances, [min(most, num_left - 1)], most, num_sampled=1, seconds=costs)
             offered, right = drafts.propose(number, tokens, count), 0
             while right < len(offered) and offered[right] == whole[len(tokens) + right]:
                 right += 1
@@ -135,7 +136,7 @@ def measure(given: argparse.Namespace, some: Sequence[Trace]) -> None:
         runner._greedy = forced = Forced(runner._greedy)
         chosen_kinds = given.kinds.split(",")
         run(engine, forced, [one for one in some if one.kind in chosen_kinds][: max(numbers)], speculate=False)
-        while budget.has_time_for_another(num_done):
+        while num_done < given.pairs and budget.has_time_for_another(num_done):
             for number in numbers:
                 for kind in chosen_kinds:
                     of_kind = [one for one in some if one.kind == kind]
@@ -170,6 +171,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--completions", action="store_true")
     parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--pairs", type=int, default=20, help="most pairs of runs of each kind")
     parser.add_argument("--threads", type=int, default=2)
     given = parser.parse_args()
     some = traces(Tokenizer.from_file(given.tokenizer), given.traces, given.tokens)

@@ -31,7 +31,8 @@ class Chances(NamedTuple):
 
 
 NO_CHANCES: Final = Chances(0.0, 0.0)
-_LEAST_S: Final = 1e-12
+_LEAST_LIKELY: Final = 0.02
+"""A draft with a smaller chance is not looked at."""
 _FIRST_GUESS: Final = Chances(0.25, 0.6)
 """Of the streams of ``benchmarks/speculation.py`` all kinds together have more; but those that repeat much show it
 soon, and those that repeat little would lose by drafts until they have shown it."""
@@ -95,33 +96,36 @@ class Record:
 
 
 def share_out(
-    chances: Sequence[Chances], rooms: Sequence[int], room: int, *, num_sampled: int, step_s: float, row_s: float,
+    chances: Sequence[Chances], rooms: Sequence[int], room: int, *, num_sampled: int, seconds: Sequence[float],
 ) -> list[int]:
     """Return how many drafts each sequence should have, so that the tokens of the step per second are most.
 
-    A draft is worth its row while the chance that it is kept is more than what the row costs in tokens: in a full
-    batch, where a row costs about what a token does, none is.
+    Drafts are worth their rows while the chances that they are kept are more than what the rows cost in tokens: in a
+    full batch, where a row costs about what a token does, none is.
 
     Args:
         chances: of each sequence.
         rooms: the most that each may have.
         room: the most of all together.
         num_sampled: tokens that the step draws without drafts.
-        step_s: what it takes without drafts.
-        row_s: what one more row takes.
+        seconds: what it takes without drafts, with one, and so on, up to ``room`` or as many as are of use.
     """
-    counts, tokens, seconds = [0] * len(chances), float(num_sampled), step_s
-    # Why: each draft is less likely than the one before it, and costs as much, so the best of all that come next for
-    # what it costs is the best.
-    costs = [max(row_s + one.each_s, _LEAST_S) for one in chances]
-    heap = [(-one.first / costs[place], place, one.first) for place, one in enumerate(chances) if rooms[place] > 0]
+    counts, order = [0] * len(chances), list[int]()
+    tokens, spent, best, num_best = float(num_sampled), 0.0, num_sampled / seconds[0], 0
+    # Why: each draft is less likely than the one before it, so the likeliest of all that come next is the best.
+    heap = [(-one.first, place) for place, one in enumerate(chances) if rooms[place] > 0]
     heapify(heap)
-    while heap and room > 0:
-        _, place, likely = heap[0]
-        if likely * seconds <= tokens * costs[place]:
+    while heap and len(order) < min(room, len(seconds) - 1):
+        likely, place = -heap[0][0], heap[0][1]
+        if likely < _LEAST_LIKELY:
             break
-        tokens, seconds, room = tokens + likely, seconds + costs[place], room - 1
+        order.append(place)
         counts[place] += 1
-        likely = 0.0 if counts[place] >= rooms[place] else likely * chances[place].further
-        heapreplace(heap, (-likely / costs[place], place, likely))
+        tokens, spent = tokens + likely, spent + chances[place].each_s
+        # Why not the first that is worth nothing: one that needs another tile of rows pays for those behind it.
+        if (rate := tokens / (seconds[len(order)] + spent)) > best:
+            best, num_best = rate, len(order)
+        heapreplace(heap, (0.0 if counts[place] >= rooms[place] else -likely * chances[place].further, place))
+    for place in order[num_best:]:
+        counts[place] -= 1
     return counts

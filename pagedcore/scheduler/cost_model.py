@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as ListOf
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from pagedcore.kv_cache.host_cache import Direction
@@ -31,12 +31,10 @@ class Line:
     fixed_s: float
     per_unit_s: float
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-    first_counts: InitVar[tuple[float, float]] = (1.0, 64.0)
-    """Where the coefficients that it begins with are thought to be right."""
 
-    def __post_init__(self, first_counts: tuple[float, float]) -> None:
+    def __post_init__(self) -> None:
         # Why: the first guess counts like two observations, so that one odd measurement does not replace it.
-        for count, seconds in [(count, self.seconds(count)) for count in first_counts]:
+        for count, seconds in [(count, self.seconds(count)) for count in (1.0, 64.0)]:
             self.observe(count, seconds)
 
     def seconds(self, count: float) -> float:

@@ -196,15 +196,18 @@ class Speculation:
                 # Why first: whatever breaks the plan off, ``reset`` forgets what has begun, and what was about to.
                 self._begun.add(sequence.sequence_id)
                 source.begin(sequence.sequence_id, sequence.cache_root, sequence.token_ids)
-        step_s, row_s = self.costs.predict(len(rows), sum([row.end for row in rows]))
-        room = state.num_draftable
-        if room <= 0 or _LEAST_GAIN * step_s <= len(rows) * row_s:
+        room = min(state.num_draftable, self._most * len(rows))
+        if room <= 0:
+            return
+        seconds = self.costs.predict(len(rows), sum([row.end for row in rows]), room)
+        worst = len(rows) / seconds[0]
+        if all(len(rows) + _LEAST_GAIN * count <= worst * one for count, one in enumerate(seconds)):
             return
         offers = self._offers(rows, source)
         for one in offers:
             one.room = min(one.room, num_allowed(state, one.row))
         counts = share_out([one.chances for one in offers], [one.room for one in offers], room, num_sampled=len(rows),
-                           step_s=step_s, row_s=row_s)
+                           seconds=seconds)
         self._of_model = set()
         for one, count in zip(offers, counts, strict=True):
             # Why again: rows before this one may have taken the blocks.

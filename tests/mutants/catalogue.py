@@ -496,7 +496,7 @@ DRAFTS = (
            "range(NUM_CANDIDATES)", "range(len(tokens))",
            "drafting/test_text_index.py::test_repetitive_texts_cost_no_more[period4]"),
     Mutant("A draft is worth its row whatever that costs.", "pagedcore/drafting/offers.py",
-           "if likely * seconds <= tokens * row_s:", "if not likely:",
+           "> best:", "> 0:",
            "drafting/test_offers.py::test_a_full_batch_has_no_drafts"),
 )
 
