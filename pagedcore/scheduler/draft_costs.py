@@ -13,6 +13,7 @@ _RATE: Final = 0.1
 """Weight of one more step with about as many tokens: about the last ten count."""
 _MOST_FACTOR: Final = 2.0
 """A step that stood still counts as one that took so many times what was expected."""
+_LEAST_S: Final = 1e-9
 _LIFETIME: Final = 1000
 """After so many steps with as many rows it is no longer known how long one takes that did not come again."""
 
@@ -60,7 +61,8 @@ class DraftCosts:
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Learn that a step of so many rows and drafts, and nothing else, took so long."""
         size, (first, last) = self._sizes.setdefault(_size_of(num_rows), _Size()), _alike(num_rows + num_drafts)
-        size.num_observed += 1
+        # Why: on a clock that stands still a step takes no time.
+        size.num_observed, seconds = size.num_observed + 1, max(seconds, _LEAST_S)
         known = size.found.get(first)
         if known is None or known.number <= size.num_observed - _LIFETIME:
             size.found[first] = _Steps(first, last, seconds, size.num_observed)
@@ -79,7 +81,7 @@ class DraftCosts:
         row_s = times.prefill_token_s + times.kv_token_s
         known = size.alive() if size is not None else []
         if not known or known[0].first > num_rows:
-            first_s = max(1e-9, self._steps.predict(0, num_rows, kv_tokens))
+            first_s = max(_LEAST_S, self._steps.predict(0, num_rows, kv_tokens))
             if known:
                 saved_s = row_s * (known[0].first - num_rows)
                 first_s = max(known[0].seconds / 2, known[0].seconds - saved_s)

@@ -8,7 +8,7 @@ import pytest
 
 from pagedcore.drafting.offers import Chances, share_out
 from pagedcore.scheduler.draft_costs import DraftCosts
-from pagedcore.scheduler.step_time import StepTimeModel
+from pagedcore.scheduler.step_time import FIRST_GUESS, StepTimeModel, StepTimes
 
 
 def tiles(tokens: int) -> float:
@@ -70,6 +70,15 @@ def test_a_step_that_stood_still_costs_no_drafts() -> None:
             costs.observe(1, drafts, 0.03 + 0.001 * drafts)
     costs.observe(1, 8, 1.0)
     assert costs.predict(1, 300, 8)[8] == pytest.approx(0.038, rel=0.11)
+
+
+def test_a_clock_that_stands_still_gives_costs_that_can_be_divided_by() -> None:
+    """Steps that took no time, and costs of nothing, are no failure of the source of drafts."""
+    for times in (FIRST_GUESS, StepTimes(0.0, 0.0, 0.0, 0.0)):
+        costs = DraftCosts(StepTimeModel(times))
+        assert min(costs.predict(1, 300, 8)) > 0
+        costs.observe(1, 0, 0.0)
+        assert min(costs.predict(1, 300, 8)) > 0
 
 
 def test_what_has_not_come_for_long_is_tried_again() -> None:
