@@ -154,6 +154,7 @@ def machine_facts(machine: Machine) -> dict[str, str]:
     from pagedcore_kernels.cpu.matmul.packed_grouped import describe_byte_groups
     from pagedcore_kernels.cpu.matmul.packed_int8 import describe_int8_products
     from pagedcore_kernels.cuda.build.toolchain import EXTRA, missing_compiler_parts
+    from pagedcore_kernels.cuda.build.wheel import installed_kernels
 
     missing = ", ".join(missing_compiler_parts())
     return {
@@ -167,7 +168,8 @@ def machine_facts(machine: Machine) -> dict[str, str]:
         "memory": f"{machine.memory_bytes / 2**30:.1f} GiB",
         "GPUs": _gpus() or "none found",
         'device="cuda"': why_no_cuda() or _driver_fault() or "available; tested on an H200 alone",
-        "CUDA kernels": f"cannot be built: {missing} not found; install pagedcore[{EXTRA}]" if missing
+        "CUDA kernels": "compiled ahead, in an installed wheel" if installed_kernels()
+                        else f"cannot be built: {missing} not found; install pagedcore[{EXTRA}]" if missing
                         else "can be built here",
     }
 

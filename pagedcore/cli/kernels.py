@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from pagedcore._version import __version__
 from pagedcore.cli.common import (
     ConfigOption,
     DtypeOption,
@@ -33,6 +34,7 @@ def build(
     only: Annotated[
         list[str] | None, typer.Option(help="Only kernels whose name starts so, such as decode-bf16-bf16-128.")
     ] = None,
+    wheel: Annotated[bool, typer.Option("--wheel", help="Write a wheel of them too, for pip to install.")] = False,
 ) -> None:
     """Write a directory of compiled CUDA kernels that a machine with a GPU and without a compiler can run.
 
@@ -43,19 +45,23 @@ def build(
     from pagedcore_kernels.cuda.build.library import build_image
     from pagedcore_kernels.cuda.build.resources import RESOURCES_FILE, resource_table
     from pagedcore_kernels.cuda.build.variants import shipped_names
+    from pagedcore_kernels.cuda.build.wheel import write_wheel
 
     starts = tuple(only or [""])
     wanted = [(name, each) for each in arch for name in shipped_names(parse_arch(each)) if name.startswith(starts)]
     if not wanted:
         raise InvalidConfig(f"--only: got {', '.join(only or [])}, allowed is how the name of a kernel starts.")
-    store, images = ImageStore(out), []
+    store, images, files = ImageStore(out), [], []
     with error_console().status("compiling ...") as status:
         for name, each in wanted:
             status.update(f"compiling {name} for {each} ...")
             image = store.read(name, each) or build_image(name, each)
             images.append(image)
-            console().print(f"{store.write(image).name}  {image.registers} registers", soft_wrap=True)
+            files.append(store.write(image))
+            console().print(f"{files[-1].name}  {image.registers} registers", soft_wrap=True)
     (out / RESOURCES_FILE).write_text(resource_table(images), encoding="utf-8")
+    if wheel:
+        console().print(write_wheel(out, __version__, files).name, soft_wrap=True)
     console().print(f"{len(wanted)} kernels in {out}")
 
 

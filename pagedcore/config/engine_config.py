@@ -150,7 +150,7 @@ class EngineConfig:
     """Name of an entry in the plugin table ``attention``."""
     cuda_kernels: str | None = None
     """Directory of kernels for GPUs that ``pagedcore kernels build`` has made, by the same version of pagedcore; what
-    is not there is compiled at the first start, and kept. ``None``: all of it is."""
+    is not there is compiled at the first start, and kept. ``None``: those of an installed wheel, if there is one."""
     linear_backend: str = "auto"
     """Name of an entry in the plugin table ``linears``, which makes the products of linear layers on a CPU."""
     quantization: str = "none"

@@ -134,12 +134,14 @@ def test_a_context_beyond_the_models_is_refused(
 
 
 def test_kernels_are_built_into_a_directory(tmp_path: Path) -> None:
-    """``kernels build`` writes one file per kernel and says how many; a second run finds them there."""
+    """``kernels build`` writes one file per kernel, and a wheel, and says how many; a second run finds them there."""
     if missing_compiler_parts():
         pytest.skip("needs pagedcore[cuda] to compile kernels")
     for _ in range(2):
-        out = invoke("kernels", "build", "--arch", "sm_90", "--only", "copy", "--out", str(tmp_path / "built"))
+        where = ["--out", str(tmp_path / "built"), "--wheel"]
+        out = invoke("kernels", "build", "--arch", "sm_90", "--only", "copy", *where)
         assert "1 kernels in" in out
+        assert f"pagedcore_cuda_kernels-{__version__}-py3-none-any.whl" in out
     assert list(read_resource_table((tmp_path / "built" / RESOURCES_FILE).read_text())) == [("copy", "sm_90")]
     assert [path.name.partition(".")[0] for path in (tmp_path / "built").glob("*.kernel")] == ["copy"]
 

@@ -23,6 +23,7 @@ from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage
 from pagedcore_kernels.cuda.build.library import KernelLibrary
 from pagedcore_kernels.cuda.build.toolchain import compiler_versions, missing_compiler_parts, require_bindings
 from pagedcore_kernels.cuda.build.variants import parameters_of
+from pagedcore_kernels.cuda.build.wheel import installed_kernels
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 
 Argument = torch.Tensor | int | float | None
@@ -104,8 +105,8 @@ class ParameterBlock:
 
 
 def why_driver_too_old(prebuilt: Path | None = None) -> str | None:
-    """Return why kernels do not load on this machine's GPUs, those of a directory or else those that are compiled here;
-    ``None`` if they do, or cannot be asked.
+    """Return why kernels do not load on this machine's GPUs; ``None`` if they do, or cannot be asked. They are those of
+    a directory, or of an installed wheel, or are compiled here.
 
     A driver loads what was compiled for its own major version of CUDA and for older ones.
 
@@ -113,9 +114,11 @@ def why_driver_too_old(prebuilt: Path | None = None) -> str | None:
         MissingDependency: cuda-bindings is not installed.
         InvalidConfig: the directory has no kernels of these sources, or is not to be trusted.
     """
-    if prebuilt is None:
+    directory = prebuilt or installed_kernels()
+    image = None if directory is None else ImageStore(directory).any_image()
+    if image is None and prebuilt is None:
         return None if missing_compiler_parts() else _too_old(_bindings(), compiler_versions())
-    if (image := ImageStore(prebuilt).any_image()) is None:
+    if image is None:
         raise InvalidConfig(
             "cuda_kernels: got a directory without kernels of this version of pagedcore, needed is what `pagedcore "
             "kernels build --arch ... --out DIR` of the same version has written."

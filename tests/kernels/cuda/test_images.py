@@ -6,6 +6,8 @@ import ast
 import os
 import platform
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from pagedcore_kernels.cuda.build import images, library, toolchain
 from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage
 from pagedcore_kernels.cuda.build.library import KernelLibrary, runs_on
 from pagedcore_kernels.cuda.build.variants import make_source, parameters_of, shipped_names
+from pagedcore_kernels.cuda.build.wheel import installed_kernels, write_wheel
 
 needs_compiler = pytest.mark.skipif(
     bool(toolchain.missing_compiler_parts()), reason="needs pagedcore[cuda] to make kernels"
@@ -101,6 +104,20 @@ def test_gpus_run_what_was_built_for_older_ones_of_their_generation(tmp_path: Pa
     assert runs_on("sm_86")[:2] == ["sm_86", "sm_85"]
     ImageStore(tmp_path).write(image("sm_80"))
     assert KernelLibrary([tmp_path], tmp_path / "cache").find("copy", "sm_86").arch == "sm_80"
+
+
+def test_kernels_are_found_where_pip_has_put_their_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wheel has what was written, pip takes it as whole, and a library over it finds the kernels."""
+    assert installed_kernels() is None
+    wheel = write_wheel(tmp_path, "1.2.3", [ImageStore(tmp_path / "built").write(image("sm_90"))])
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", tmp_path / "site"]
+    subprocess.run([*install, wheel], check=True)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    found = installed_kernels()
+    assert found is not None
+    assert KernelLibrary([found], tmp_path / "cache").find("copy", "sm_90") == image("sm_90")
+    (metadata,) = (tmp_path / "site").glob("*/METADATA")
+    assert "Requires-Dist: pagedcore==1.2.3\n" in metadata.read_text()
 
 
 def test_without_a_compiler_the_error_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from pagedcore_kernels.cuda.build.variants import (
     supports,
     write_name,
 )
+from pagedcore_kernels.cuda.build.wheel import installed_kernels
 from pagedcore_kernels.cuda.driver import Argument, CudaDriver, Driver, why_driver_too_old
 from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
 from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep, StepFrame
@@ -65,7 +66,8 @@ class NumbaCudaAttention:
     layout_type = TokenMajorLayout
     devices = ("cuda",)
     prebuilt: Path | None = None
-    """The directory that kernels are taken from which are there; others are compiled."""
+    """The directory that kernels are taken from which are there; ``None``: that of an installed wheel, if there is one.
+    Others are compiled."""
 
     def __init__(
         self, layout: TokenMajorLayout, pool: torch.Tensor, *, kv_scales: torch.Tensor | None = None,
@@ -270,7 +272,8 @@ def _driver_of(pool: torch.Tensor, prebuilt: Path | None) -> Driver:
             f"KV pool: on {pool.device}, allowed for {NumbaCudaAttention.name} is a CUDA device. "
             "Choose attention_backend='numba-cpu' on this machine."
         )
-    return CudaDriver(pool.device, KernelLibrary([] if prebuilt is None else [prebuilt]))
+    directory = prebuilt or installed_kernels()
+    return CudaDriver(pool.device, KernelLibrary([] if directory is None else [directory]))
 
 
 def _check_layout(layout: TokenMajorLayout) -> None:
