@@ -155,6 +155,7 @@ class HardwareDriver:
     gpu: Any
     arch: str = "sm_90"
     num_sms: int = 8
+    most_shared_bytes: int = 227 * 1024
     seed: int = 0
     check_races: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -168,6 +169,10 @@ class HardwareDriver:
     def prepare(self, name: str) -> None:
         """Load a kernel."""
         self.gpu.prepare(name)
+
+    def num_ctas(self, name: str) -> int:
+        """As many as the interpreter has, whose cases these are."""
+        return 2 * self.num_sms
 
     def begin_step(self) -> None:
         """Every launch is a step of its own."""
