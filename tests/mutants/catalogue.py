@@ -500,7 +500,35 @@ DRAFTS = (
            "drafting/test_offers.py::test_a_full_batch_has_no_drafts"),
 )
 
+_LOW_RANK = "kernels/pagedcore_kernels/cpu/matmul/low_rank.py"
+_FILES = "models/lora/test_adapter_files.py::test_"
+_ADAPTED = "models/lora/test_adapted_models.py::test_"
+
+UPDATES = (
+    Mutant("Rows are updated with their neighbours' adapters.", _LOW_RANK,
+           "numbers[: len(rows)] = rows", "numbers[: len(rows)] = with_slot",
+           "kernels/test_low_rank.py::test_a_row_gets_what_its_own_pair_makes_of_it[dtype0-of_pair0]"),
+    Mutant("Rows behind a group are not updated.", _LOW_RANK,
+           "for first in range(begin, end, _GROUP_ROWS):", "for first in range(begin, min(end, begin + 1)):",
+           "kernels/test_low_rank.py::test_a_row_gets_what_its_own_pair_makes_of_it[dtype0-of_pair0]"),
+    Mutant("A layer with a rank of its own has the scale of the others.",
+           "pagedcore/models/lora/adapter_config.py", "        rank = self.rank_of(name)\n",
+           "        rank = self._rank\n", _FILES + "ranks_and_scales[settings2-model.layers.1.mlp.down_proj-3-2.0]"),
+    Mutant("A step with adapters repeats the calls of one without.", "pagedcore/models/decoders/fused.py",
+           'part = "all rows" if work.adapters is None else "all rows, with adapters"', 'part = "all rows"',
+           _ADAPTED + "a_step_without_adapters_makes_the_calls_that_it_made_before"),
+    Mutant("An adapter's numbers may be anything.", "pagedcore/models/lora/adapter_file.py",
+           "if not tensor.isfinite().all():", "if False:",
+           _FILES + "tensors_that_are_not_the_adapters_are_refused[NaN]"),
+    Mutant("A link leads out of an adapter's directory.", "pagedcore/models/lora/adapter_file.py",
+           "if not any(path.resolve().is_relative_to(home) for home in homes):", "if not homes:",
+           _FILES + "files_that_are_none_are_refused"),
+    Mutant("A head may describe bytes twice.", "pagedcore/models/lora/adapter_file.py",
+           "            if one.begin != end:\n", "            if one.begin > end:\n",
+           _FILES + "a_damaged_head_is_refused[the place of another]"),
+)
+
 MUTANTS = (
     *REQUESTS, *SESSIONS, *SERVING, *STEPS, *RECORDINGS, *DOORS, *STRUCTURED, *SIMULATION, *POLICIES, *TOOLS,
-    *LENGTHS, *DRAFTS,
+    *LENGTHS, *DRAFTS, *UPDATES,
 )

@@ -169,6 +169,21 @@ def test_a_recorded_step_holds_for_any_slots(tmp_path: Path) -> None:
     assert {"all rows, with adapters", "logits of wanted rows, with adapters"} <= decoder._steps._parts.keys()
 
 
+def test_a_step_without_adapters_makes_the_calls_that_it_made_before(tmp_path: Path) -> None:
+    """Kernel for kernel; one with an adapter makes two more for each of four products of a layer, but for the end of
+    the last one."""
+    adapted, counts = Adapted("qwen2", tmp_path), list[dict[str, int]]()
+    for backend in (adapted.backend, adapted.without()):
+        rows = [(number, 0, LENGTHS[number]) for number in (0, 5)]
+        backend.forward(batch_of(adapted.sequences, rows, adapted.tables, BLOCK_SIZE))
+        decoder: Any = backend._decoder
+        counts.append({name: len(part.calls._calls) for name, part in decoder._steps._parts.items()})
+    assert counts[0] == counts[1]
+    adapted.whole(1)
+    parts: Any = adapted.backend._decoder._steps._parts  # type: ignore[attr-defined]
+    assert len(parts["all rows, with adapters"].calls._calls) == counts[0]["all rows"] + 2 * (4 * 3 - 3)
+
+
 def test_greedy_tokens_and_hidden_states_have_adapters_too(tmp_path: Path) -> None:
     """By either way that a decoder has besides logits."""
     adapted = Adapted("qwen2", tmp_path)
