@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pagedcore.engine.engine import Engine
     from pagedcore.metrics.recorder import engine_metrics, engine_metrics_text
     from pagedcore.outputs import (
+        AdapterInfo,
         Classification,
         CompletionOutput,
         CompletionScore,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from pagedcore.tool_calls.chat_reply import ChatReply
 
 __all__ = [
-    "AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "Classification", "CompletionOutput",
+    "AdapterInfo", "AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "Classification", "CompletionOutput",
     "CompletionScore", "ContinuousBatcher", "Delta", "Embedding", "Engine", "EngineConfig", "Infill",
     "MemoryBudget", "PairScore", "Request", "RequestOutput", "SamplingParams", "Session", "StructuredOutput",
     "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose",

@@ -14,9 +14,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from pagedcore import AsyncEngine, Delta, Engine, Infill, SamplingParams
+from pagedcore import AdapterInfo, AsyncEngine, Delta, Engine, Infill, SamplingParams
 from pagedcore.errors import EngineClosed, EngineOverloaded, InternalError, InvalidAdapter
-from pagedcore.outputs import AdapterInfo
 from pagedcore.request_options import OptionKeywords, read_options
 
 

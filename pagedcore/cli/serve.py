@@ -71,10 +71,7 @@ def serve(
     given: dict[str, Any] = {name: value for name, value in settings.items() if value is not None}
     if config is not None:
         given = {"config": EngineConfig.from_file(config, **given)}
-    by_name = _by_name(model, models or [])
-    if adapter and len(by_name) > 1:
-        raise InvalidConfig(f"--adapter: got one with {len(by_name)} models, allowed is one model.")
-    run(by_name, host=host, port=port, drain_s=drain_s, allow_hosts=allow_host or [],
+    run(_by_name(model, models or [], adapter), host=host, port=port, drain_s=drain_s, allow_hosts=allow_host or [],
         allow_origins=allow_origin or [], page=page, recordings=recordings, adapter_roots=adapter_root or [],
         weights_dir=weights_dir, **given)
 
@@ -102,8 +99,8 @@ def run(by_name: Mapping[str, str], *, is_announced: bool = True, **options: Any
         serve_models(by_name, announce=show, **options)
 
 
-def _by_name(model: str | None, models: list[str]) -> dict[str, str]:
-    """Return models by the names that requests give. Raises ``InvalidConfig``."""
+def _by_name(model: str | None, models: list[str], adapters: list[str] | None) -> dict[str, str]:
+    """Return models by the names that requests give. Raises ``InvalidConfig``, also for adapters of several."""
     if model is None and not models:
         raise InvalidConfig('model: got none, needed is one, such as "demo", or --model NAME=MODEL.')
     named = [] if model is None else [(_name_of(model), model)]
@@ -115,6 +112,8 @@ def _by_name(model: str | None, models: list[str]) -> dict[str, str]:
     by_name = dict(named)
     if len(by_name) < len(named):
         raise InvalidConfig("--model: two models have the same name; give each one of its own.")
+    if adapters and len(by_name) > 1:
+        raise InvalidConfig(f"--adapter: got one with {len(by_name)} models, allowed is one model.")
     return by_name
 
 

@@ -120,10 +120,9 @@ def make_slots(backend: ModelBackend, config: EngineConfig, undo: ExitStack) -> 
 
 def empty_slots(slots: AdapterSlots, backend: ModelBackend) -> None:
     """Let a model forget its adapters: it may be the caller's own, and make the next engine."""
-    if not isinstance(backend, TakesAdapters):
-        return
-    for number in list(slots.slot_of):
-        backend.drop_adapter(slots.take_out(number))
+    if isinstance(backend, TakesAdapters):
+        for number in list(slots.slot_of):
+            backend.drop_adapter(slots.take_out(number))
 
 
 def why_no_adapters(backend: ModelBackend) -> str:

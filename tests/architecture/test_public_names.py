@@ -12,9 +12,9 @@ import pytest
 import pagedcore
 from architecture.sources import PACKAGE_PARENTS, PACKAGES, ROOT
 
-PUBLIC = ["AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "Classification", "CompletionOutput",
-          "CompletionScore", "ContinuousBatcher", "Delta", "Embedding", "Engine", "EngineConfig", "Infill",
-          "MemoryBudget", "PairScore", "Request", "RequestOutput", "SamplingParams", "Session",
+PUBLIC = ["AdapterInfo", "AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "Classification",
+          "CompletionOutput", "CompletionScore", "ContinuousBatcher", "Delta", "Embedding", "Engine", "EngineConfig",
+          "Infill", "MemoryBudget", "PairScore", "Request", "RequestOutput", "SamplingParams", "Session",
           "StructuredOutput", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text",
           "expose"]
 HEAVY = ("torch", "transformers", "bentoml", "langchain", "langchain_core", "numba", "numba.cuda", "tokenizers")
