@@ -125,7 +125,7 @@ class RequestTable:
         """
         self._require_weights()
         options, params = processed.options, processed.params
-        adapter = self.adapters.find(options.lora)
+        adapter = None if options.lora is None else self.adapters.find(options.lora)
         label = (options.salt, options.request_id)
         if label in self._labels:
             raise InvalidRequest(
