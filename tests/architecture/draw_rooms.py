@@ -14,7 +14,7 @@ WORDS: dict[str, str] = {
     "pagedcore_asyncgen": "async generators", "pagedcore_langchain": "LLM and chat model",
     "pagedcore_bentoml": "a BentoML service", "pagedcore_openai": "OpenAI's interface",
     "pagedcore_ray": "Ray Serve replicas", "pagedcore_otel": "spans", "pagedcore_pytest": "a model in tests",
-    "pagedcore_http": "for HTTP doors",
+    "pagedcore_http": "for HTTP doors", "pagedcore_trl": "rollouts for TRL",
     "cli": "the command pagedcore", "bench": "workloads, reports", "convert": "makes quantised files",
     "metrics": "what is measured", "load_simulation": "load, virtual clock", "replay": "recordings again",
     "quotes": "when, and promises", "diagnosis": "why, and laws",

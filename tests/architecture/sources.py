@@ -11,7 +11,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE_PARENTS = (ROOT, ROOT / "kernels", ROOT / "adapters")
 PACKAGES = ("pagedcore", "pagedcore_kernels", "pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http",
-            "pagedcore_langchain", "pagedcore_openai", "pagedcore_otel", "pagedcore_pytest", "pagedcore_ray")
+            "pagedcore_langchain", "pagedcore_openai", "pagedcore_otel", "pagedcore_pytest", "pagedcore_ray",
+            "pagedcore_trl")
 """What the wheel of ``pagedcore`` has."""
 SEPARATE_PACKAGES = ("pagedcore_ptxsim",)
 """Packages of this repository with a wheel of their own; the rules of style hold for them too."""

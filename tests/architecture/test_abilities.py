@@ -20,7 +20,7 @@ NEEDED_BY: dict[str, set[str]] = {
     "pagedcore.metrics": {"pagedcore_bentoml", "pagedcore_openai"},
     "pagedcore.analysis": {"pagedcore.bench.report"}, "pagedcore.bench": set(), "pagedcore.convert": set(),
     "pagedcore_asyncgen": set(), "pagedcore_bentoml": set(), "pagedcore_langchain": set(), "pagedcore_otel": set(),
-    "pagedcore_ptxsim": set(), "pagedcore_pytest": set(), "pagedcore_ray": set(),
+    "pagedcore_ptxsim": set(), "pagedcore_pytest": set(), "pagedcore_ray": set(), "pagedcore_trl": set(),
     "pagedcore_http": {"pagedcore_bentoml", "pagedcore_openai"},
     "pagedcore_openai": {"pagedcore_bentoml", "pagedcore_pytest", "pagedcore_ray"},
 }

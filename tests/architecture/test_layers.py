@@ -12,7 +12,7 @@ from architecture.rooms import ORDER, ROOM_OF, circles, imported_modules, room_o
 from architecture.sources import ROOT, SOURCES, Source
 
 ADAPTERS = {"pagedcore_asyncgen", "pagedcore_bentoml", "pagedcore_http", "pagedcore_langchain", "pagedcore_openai",
-            "pagedcore_otel", "pagedcore_pytest", "pagedcore_ray"}
+            "pagedcore_otel", "pagedcore_pytest", "pagedcore_ray", "pagedcore_trl"}
 PUBLIC_MODULES = {
     "pagedcore.errors", "pagedcore.execution.machine", "pagedcore.lazy_names", "pagedcore.metrics.live",
     "pagedcore.metrics.recorder", "pagedcore.plugins.hookspecs", "pagedcore.request_options",

@@ -29,7 +29,7 @@ def test_examples_are_numbered_and_short() -> None:
 
 def test_every_example_has_a_test() -> None:
     """A new example needs a test below."""
-    assert len(NUMBERED) == 12
+    assert len(NUMBERED) == 13
 
 
 def test_offline_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,3 +150,12 @@ def test_agent(capsys: pytest.CaptureFixture[str]) -> None:
     for asked, result in ((1, 2), (5, 6)):
         (left, sign, right) = re.findall(r"ai> calls calculator\((\d+) ([+-]) (\d+)\)$", lines[asked])[0]
         assert lines[result].endswith(f"> {int(left) + int(sign + right)}")
+
+
+def test_on_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    """A few steps of learning, in each of which every token was drawn by the very weights that score it."""
+    runpy.run_path(str(NUMBERED[12]), run_name="a short cut")["main"](2)
+    out = capsys.readouterr().out
+    assert re.match(r"2 steps, \d{3,} tokens, ratio exactly 1.0 for all; weights 2\n", out)
+    assert int(re.findall(r"(\d+) preemptions", out)[0]) > 0
+    assert int(re.findall(r"(\d+) drafts kept", out)[0]) > 0
