@@ -78,14 +78,9 @@ def serve(
     api_keys = keys_of_environment()
     if recordings is not None:
         settings["flight_recorder"] = recordings
-        is_own = api_keys is None and host in LOOPBACK and not allow_hosts and recordings != "tokens"
-        if not is_own and (api_keys is None or not api_keys.has_admin):
-            raise InvalidConfig(
-                f"recordings: got {describe_name(recordings)}, needed is {ADMIN_VARIABLE}, because a recording "
-                'shows all tenants together; only on a loopback address, without keys, "on" needs none.'
-            )
-    if weights_dir is not None and (api_keys is None or not api_keys.has_admin):
-        raise InvalidConfig(f"weights_dir: got a directory, needed is {ADMIN_VARIABLE} for those who load weights.")
+    if api_keys is None or not api_keys.has_admin:
+        is_own = api_keys is None and host in LOOPBACK and not allow_hosts
+        _refuse_without_admin(recordings, weights_dir, is_own=is_own)
     # Why any on other addresses: their names are not known here.
     hosts = {*LOOPBACK, *allow_hosts} if host in LOOPBACK or allow_hosts else None
     config = uvicorn.Config("", host=host, port=port, log_config=None, log_level="warning", access_log=False,
@@ -109,6 +104,17 @@ def serve(
             opened(f"{url}/")
 
         BoundedServer(config, ready, max_connections).run([listener])
+
+
+def _refuse_without_admin(recordings: str | None, weights_dir: str | None, *, is_own: bool) -> None:
+    """Refuse what only an admin may have; ``is_own``: those who may call are this machine's."""
+    if recordings is not None and not (is_own and recordings != "tokens"):
+        raise InvalidConfig(
+            f"recordings: got {describe_name(recordings)}, needed is {ADMIN_VARIABLE}, because a recording "
+            'shows all tenants together; only on a loopback address, without keys, "on" needs none.'
+        )
+    if weights_dir is not None:
+        raise InvalidConfig(f"weights_dir: got a directory, needed is {ADMIN_VARIABLE} for those who load weights.")
 
 
 def _bind(config: uvicorn.Config) -> Any:

@@ -13,10 +13,7 @@ from pagedcore.errors import InvalidConfig, show
 
 def serve(
     model: Annotated[
-        str | None,
-        typer.Argument(
-            help='A model directory, a GGUF file, a hub id, or "demo", which comes with pagedcore.'
-        ),
+        str | None, typer.Argument(help='A directory, a GGUF file, a hub id, or "demo", which comes with pagedcore.')
     ] = None,
     models: Annotated[
         list[str] | None, typer.Option("--model", "-m", help="NAME=MODEL, for a name of its own or for several models.")
@@ -55,8 +52,7 @@ def serve(
         int | None, typer.Option(help="Adapters in memory at a time; else 8 with --adapter or --adapter-root.")
     ] = None,
     adapter_root: Annotated[
-        list[str] | None,
-        typer.Option(help="A directory below which PAGEDCORE_ADMIN_KEY may load adapters; repeatable."),
+        list[str] | None, typer.Option(help="Where PAGEDCORE_ADMIN_KEY may load adapters from; repeatable.")
     ] = None,
     config: common.ConfigOption = None,
 ) -> None:

@@ -19,8 +19,12 @@ _T = TypeVar("_T")
 class AsyncAdapters:
     """The part of an ``AsyncEngine`` that knows adapters."""
 
-    identity: str
     _adapter_registry: AdapterRegistry
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """As ``AsyncEngine`` has it."""
 
     @abstractmethod
     async def call(self, function: Callable[[Engine], _T]) -> _T:

@@ -90,7 +90,8 @@ class AsyncEngine(
         warn_of_gevent()
         if engine.turn_rules.queue_timeout_s is None:
             engine.turn_rules.queue_timeout_s = QUEUE_TIMEOUT_S
-        self._says_identity, self._says_weights = lambda: engine.identity, lambda: engine.weights
+        self._says_identity: Callable[[], str] = lambda: engine.identity
+        self._says_weights: Callable[[], WeightsVersion] = lambda: engine.weights
         self.generation_defaults = engine.generation_defaults
         """As ``Engine.generation_defaults``."""
         self.chat_format = engine.chat_format
