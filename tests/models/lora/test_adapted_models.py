@@ -21,8 +21,10 @@ from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from support.families import VOCAB, tiny_model
+from support.gguf_files import write_model
 from support.lora_directories import linear_sizes, merged, random_matrices, write_adapter
 from support.ragged_schedules import batch_of, random_schedule, random_sequences, random_tables, run_schedule
+from support.scores import engine_of
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_RANK = 4, 200, 12
 LENGTHS, SLOTS = [19, 13, 22, 9, 11, 15], [0, 1, 2, 3, 1, 0]
@@ -138,6 +140,25 @@ def test_quantised_bases(name: str, tmp_path: Path) -> None:
     assert error(found, [adapted.expected(number) for number in range(len(LENGTHS))]) < bound
     for number in range(len(LENGTHS)):
         assert torch.equal(adapted.whole(number), found[number])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_base_from_gguf(family: str, tmp_path: Path) -> None:
+    """Whose products are of several types side by side, and whose rows of queries and keys lie in another order."""
+    model = write_model(tmp_path / "model.gguf", family, tie_word_embeddings=False)
+    sizes, tokens = linear_sizes(model), torch.arange(3, 22)
+    matrices = random_matrices(sizes, 4, 1)
+    directory = write_adapter(tmp_path / "adapter", matrices, 4, target_modules="all-linear")
+    with engine_of(tmp_path / "model.gguf") as engine:
+        backend: Any = engine._runner.backend
+        backend.use_adapters(1, 4)
+        backend.put_adapter(1, backend.read_adapter(str(directory)))
+        batch = batch_of([tokens], [(0, 0, len(tokens))], [np.arange(8, dtype=np.int32)], backend.block_size)
+        found = backend.forward(dataclasses.replace(batch, adapter_slots=np.array([1], np.int32)))
+        with torch.inference_mode():
+            expected = merged(model, matrices, {"lora_alpha": 8})(tokens[None]).logits[0]
+        assert error([found], [expected]) < 1e-4
 
 
 def test_a_base_in_bfloat16(tmp_path: Path) -> None:
