@@ -90,8 +90,8 @@ class AsyncEngine(
         warn_of_gevent()
         if engine.turn_rules.queue_timeout_s is None:
             engine.turn_rules.queue_timeout_s = QUEUE_TIMEOUT_S
-        self._says_identity: Callable[[], str] = lambda: engine.identity
-        self._says_weights: Callable[[], WeightsVersion] = lambda: engine.weights
+        # Why kept: what it is called changes with its weights; nothing else is asked of it here.
+        self._named = engine
         self.generation_defaults = engine.generation_defaults
         """As ``Engine.generation_defaults``."""
         self.chat_format = engine.chat_format
@@ -130,12 +130,12 @@ class AsyncEngine(
     @property
     def identity(self) -> str:
         """As ``Engine.identity``."""
-        return self._says_identity()
+        return self._named.identity
 
     @property
     def weights(self) -> WeightsVersion:
         """As ``Engine.weights``."""
-        return self._says_weights()
+        return self._named.weights
 
     def new_weights(self, version: str = "", *, running: Running = "wait", way: Way = "staged") -> AsyncNewWeights:
         """Return an asynchronous context whose ``load`` is awaited; arguments as ``Engine.new_weights``.
