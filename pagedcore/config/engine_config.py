@@ -25,7 +25,7 @@ BESIDE_SETTINGS: Final = ("config", "plugins", "stream_interval_s", "dead_after_
 """Keywords of ``from_pretrained``, an ``AsyncEngine``'s among them, that are no settings."""
 _ALIASES: Final = {"max_batch_size": "max_num_seqs", "max_batch_tokens": "max_num_batched_tokens"}
 _ONE_DEVICE: Final = "An engine computes on one device; start several processes to use more."
-_GUESSES: Final = 'Say speculation="auto"; a second model that guesses is speculative_model=DIR beside it.'
+_GUESSES: Final = 'Say speculation="auto", the default; a second model that guesses is speculative_model=DIR.'
 _NAMED: Final = listed(f'"{name}"' for name in SCHEMES)
 _BITS: Final = f"Say quantization={_NAMED}; files that are quantised say it themselves."
 _OF_OTHERS: Final = {
@@ -209,7 +209,7 @@ class EngineConfig:
     """"on" keeps the last steps' decisions for ``Engine.dump_recording``, in about 64 MiB at most, and dumps them by
     itself when a step fails or nothing progresses; "tokens" also writes token ids and sampling parameters, so that
     single points can be computed again; "off" keeps nothing."""
-    speculation: str | Mapping[str, Any] = field(default="off", hash=False)
+    speculation: str | Mapping[str, Any] = field(default="auto", hash=False)
     """Whether a step computes several tokens of a completion where they can be guessed: answers are the same, and come
     sooner. "auto" where the model can, "off" nowhere; ``{"sources": ["text"], "most": 8}`` as said, or refused."""
     speculative_model: str | None = None
@@ -241,7 +241,7 @@ class EngineConfig:
                 f"min_batch_size: got {self.min_batch_size}, allowed is at most {self.max_num_seqs} (max_num_seqs)."
             )
         if self.speculative_model is not None and self.speculation == "off":
-            raise InvalidConfig('speculative_model: got a name, allowed is None with speculation="off"; say "auto".')
+            raise InvalidConfig('speculative_model: got a name, allowed is None with speculation="off".')
         if self.phases == "separate" and self.prefill_share < 1.0:
             raise InvalidConfig(
                 f"prefill_share: got {self.prefill_share}, allowed is 1.0 with phases=\"separate\", whose steps have "

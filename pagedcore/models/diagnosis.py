@@ -79,7 +79,7 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     if has_adapter(directory):
         facts["adapter"] = "the one beside the model is for requests that name it, where adapters= names its directory"
     sampling = _sampling(name, vocab_size, eos_token_ids(model))
-    drafts = "none, as results depend on the schedule" if others else 'with speculation="auto", on a CPU'
+    drafts = "none, as results depend on the schedule" if others else "yes, on a CPU"
     texts = {} if is_gguf(name) else _texts(name, config, vocab_size, trust_remote_code, is_plain=stored is None)
     adapters = ("none: its layers have other numbers than those of the model that it is a part of"
                 if leaves_layers_out(str(whole)) else "on a CPU, one for each request that names it (lora=)")

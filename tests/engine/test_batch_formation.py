@@ -25,7 +25,7 @@ def make(**settings: Any) -> tuple[Engine, FakeClock]:
     clock = FakeClock(100.0)
     defaults = {
         "num_kv_blocks": 32, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8, "min_batch_size": 3,
-        "max_wait_ms": 50, "check_invariants": True,
+        "max_wait_ms": 50, "speculation": "off", "check_invariants": True,
     }
     return Engine(build_components(ToyBackend(), **{**defaults, **settings}), clock), clock
 

@@ -31,7 +31,8 @@ class PacedBackend(ToyBackend):
 
 def paced(**settings: Any) -> tuple[Engine, FakeClock]:
     clock = FakeClock()
-    settings = {"scheduling_policy": "deadline", "policy_options": {"sheds": True}, "num_kv_blocks": 64, **settings}
+    settings = {"scheduling_policy": "deadline", "policy_options": {"sheds": True}, "num_kv_blocks": 64,
+                "speculation": "off", **settings}
     engine = Engine(build_components(PacedBackend(clock), block_size=4, check_invariants=True, **settings), clock=clock)
     # Why: the costs of a step are learned.
     for _ in range(5):

@@ -145,7 +145,7 @@ class EngineSimulation:
         self.faults.is_on = False
         self.engine = Engine(build_components(
             self.backend, tokenizer=SimTokenizer(self.faults) if self.has_text else None,
-            plugins=[RudeObserver(self.faults)], **{**self.settings, "host_kv_memory": host},
+            plugins=[RudeObserver(self.faults)], **{"speculation": "off", **self.settings, "host_kv_memory": host},
         ), self.clock)
         if self.has_drafts:
             self.drafts = Adversary(toy_answer, VOCAB_SIZE, self.seed, promises=self.seed % 2 or 0.5)

@@ -200,7 +200,8 @@ def make_loop(clock: FakeClock | None = None, **settings: Any) -> tuple[EngineLo
     """An engine loop that a test turns by hand, with one request that runs for long."""
     clock = clock or FakeClock()
     engine = Engine(build_components(ToyBackend(), **{
-        "num_kv_blocks": 64, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 8, **settings,
+        "num_kv_blocks": 64, "block_size": 4, "max_num_seqs": 1, "max_num_batched_tokens": 8, "speculation": "off",
+        **settings,
     }), clock)
     sent = Commands(Places(engine.input_processor.max_num_waiting, lambda: engine.scheduler.num_unstarted))
     loop = EngineLoop(engine, sent, StreamFlusher(0.0, clock))

@@ -13,6 +13,7 @@ def make_engine(backend: Any = None, **settings: Any) -> Engine:
     """Build a small engine over a bring-your-own backend, which checks every law after every step."""
     defaults = {
         "num_kv_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8, "check_invariants": True,
+        "speculation": "off",
     }
     return Engine.from_pretrained(backend if backend is not None else ToyBackend(), **{**defaults, **settings})
 

@@ -31,7 +31,7 @@ TIMES: Final = StepTimes(2e-3, 5e-5, 1e-4, 1e-7)
 EOS: Final = 0
 MOST_TOKENS: Final = 1023
 SETTINGS: Final = {"max_num_seqs": 16, "max_num_batched_tokens": 256, "num_kv_blocks": 1200, "block_size": 16,
-                   "enable_prefix_caching": False}
+                   "enable_prefix_caching": False, "speculation": "off"}
 
 
 class VirtualClock:

@@ -90,7 +90,7 @@ def make_lab(kind: str, **settings: Any) -> Lab:
     formats = {"dtype": "bfloat16", "kv_cache_dtype": "int8"} if kind == "int8 KV" else {"dtype": dtype}
     defaults = {
         **formats, "block_size": 16, "num_kv_blocks": 12, "host_kv_memory": 24 * BLOCK_BYTES[kind],
-        "max_model_len": 160,
+        "max_model_len": 160, "speculation": "off",
     }
     clock = FakeClock()
     engine = Engine(build_components(model, **{**defaults, **settings}), clock)

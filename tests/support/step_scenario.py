@@ -81,6 +81,7 @@ class Scenario:
             ToyBackend(), num_kv_blocks=48 if cls.has_drafts else 9, block_size=2, max_num_seqs=5,
             max_num_batched_tokens=24 if cls.has_drafts else 12, preemption="swap",
             host_kv_memory=32 * 32, tokenizer=LetterTokenizer(), max_num_waiting=64, queue_timeout_s=10.0,
+            speculation="off",
         ), clock)
         if cls.has_drafts:
             source = Adversary(toy_answer, VOCAB_SIZE, promises=0.3)

@@ -21,7 +21,7 @@ def make(num_host_blocks: int = 24, clock: FakeClock | None = None, **settings: 
         "host_kv_memory": num_host_blocks * BLOCK if num_host_blocks else None,
         # Why: by the clock computing costs a toy model nothing, so that "auto" would copy nothing.
         "preemption": "swap",
-        "check_invariants": True,
+        "check_invariants": True, "speculation": "off",
     }
     return Engine(build_components(ToyBackend(), **{**defaults, **settings}), clock)
 

@@ -74,7 +74,7 @@ def toy_prompt(request: SimulatedRequest, number: int) -> list[int]:
 def on_an_engine(requests: list[SimulatedRequest], **settings: Any) -> list[tuple[float | None, float | None]]:
     """When each request has its first and its last token on an engine whose clock only its forwards advance."""
     clock = FakeClock()
-    config = EngineConfig(**SMALL | {"block_size": 4} | settings)
+    config = EngineConfig(**SMALL | {"block_size": 4, "speculation": "off"} | settings)
     engine = Engine(build_components(_TimedBackend(clock), config=config), clock)
     start_s, waiting, handles = clock.now(), list(enumerate(requests)), []
     while waiting or engine.has_pending_requests():

@@ -30,7 +30,8 @@ from support.paced_loads import (
 )
 
 TIMES = StepTimes(1e-1, 0.0, 0.0, 0.0)
-PROMISES: dict[str, Any] = {"scheduling_policy": "deadline", "policy_options": {"promises": True}}
+PROMISES: dict[str, Any] = {"scheduling_policy": "deadline", "policy_options": {"promises": True},
+                            "speculation": "off"}
 
 
 def steady(num_short_tokens: int | None = None, **settings: Any) -> tuple[Engine, VirtualClock]:

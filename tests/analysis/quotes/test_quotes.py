@@ -36,7 +36,7 @@ def paced(**settings: Any) -> tuple[Engine, VirtualClock]:
     clock = VirtualClock()
     model = PacedModel(clock, itertools.repeat(1.0), TIMES)
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "num_kv_blocks": 200, "block_size": 16,
-                "max_num_waiting": 64, "enable_prefix_caching": False, **settings}
+                "max_num_waiting": 64, "enable_prefix_caching": False, "speculation": "off", **settings}
     engine, rng = Engine(build_components(model, **settings), clock=clock), random.Random(1)
     begin_quotes(engine)
     for _ in range(3):
