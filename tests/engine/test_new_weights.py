@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,28 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from pagedcore import Engine, SamplingParams
-from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import EngineInUse, InvalidWeights, ModelMismatch, WeightsIncomplete
 from pagedcore.models.decoders import fused
 from pagedcore.outputs import WeightsVersion
 from pagedcore.request_options import NO_OPTIONS
 from pagedcore.requests.embedding import TextEncoder
+from support.changed_demo import Tensors, changed_weights, write_demo
 
-Tensors = dict[str, torch.Tensor]
 PROMPT = list(range(40, 80))
 GREEDY = SamplingParams(max_tokens=12, temperature=0, logprobs=0, ignore_eos=True)
 DRAWN = SamplingParams(max_tokens=12, temperature=1.0, seed=5, logprobs=2, ignore_eos=True)
 WAYS: list[Any] = ["staged", "in_place"]
-
-
-def changed_weights(seed: int = 0) -> Tensors:
-    """Return the demo model's weights with noise."""
-    generator = torch.Generator().manual_seed(seed)
-    return {name: (one.float() + 0.05 * torch.randn(one.shape, generator=generator)).to(one.dtype)
-            for name, one in load_file(DEMO_MODEL_DIR / "model.safetensors").items()}
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +34,7 @@ def weights() -> Tensors:
 @pytest.fixture(scope="module")
 def directory(weights: Tensors, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The new ones in files."""
-    folder = tmp_path_factory.mktemp("new")
-    for path in DEMO_MODEL_DIR.iterdir():
-        if path.suffix == ".json":
-            shutil.copy(path, folder)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return folder
+    return write_demo(tmp_path_factory.mktemp("new"), weights)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +136,7 @@ def test_requests_end_first_with_the_old_weights(
     """As they would have, or as aborted ones."""
     expected = answer(engine, GREEDY)[0]
     request = engine.add_request(PROMPT, GREEDY)
-    for _ in range(5):
+    while not request.sequences[0].output_token_ids:
         engine.step()
     load(engine, weights, running=running)
     output = request.output().outputs[0]

@@ -12,6 +12,7 @@ import torch
 from pagedcore import Engine, SamplingParams
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InvalidAdapter, InvalidConfig
+from support.changed_demo import changed_weights, write_demo
 from support.lora_directories import random_matrices, write_adapter
 from support.runner import invoke, try_invoke
 
@@ -62,6 +63,21 @@ def test_the_bits_are_those_of_a_request_alone(
         assert [told(one.output()) for one in requests] == [alone[name][place] for name, place in asked]
         assert engine.stats().num_adapter_loads >= 2
     assert len({alone[name][0][0] for name in alone}) > 2
+
+
+@pytest.mark.parametrize("way", ["staged", "in_place"])
+def test_adapters_stay_where_weights_change(way: Any, places: dict[str, str], tmp_path: Path) -> None:
+    """With other weights under them, in slots and read later, they say what they say in an engine made of those."""
+    settings: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 64, "adapters": places, "max_adapters": 2}
+    directory = write_demo(tmp_path, changed_weights())
+    with Engine.from_pretrained(directory, **settings) as engine:
+        expected = [told(engine.generate(PROMPTS[:1], TEN, lora=name)[0]) for name in (None, *places)]
+    with Engine.from_pretrained("demo", **settings) as engine:
+        before = [told(engine.generate(PROMPTS[:1], TEN, lora=name)[0]) for name in (None, *places)]
+        with engine.new_weights(way=way) as weights:
+            weights.load(directory)
+        assert [told(engine.generate(PROMPTS[:1], TEN, lora=name)[0]) for name in (None, *places)] == expected
+    assert all(old != new for old, new in zip(before, expected, strict=True))
 
 
 def test_what_is_no_adapter_of_the_model_is_refused_and_nothing_is_loaded(tmp_path: Path) -> None:
