@@ -152,6 +152,7 @@ def test_agent(capsys: pytest.CaptureFixture[str]) -> None:
         assert lines[result].endswith(f"> {int(left) + int(sign + right)}")
 
 
+@pytest.mark.slow
 def test_on_policy(capsys: pytest.CaptureFixture[str]) -> None:
     """A few steps of learning, in each of which every token was drawn by the very weights that score it."""
     runpy.run_path(str(NUMBERED[12]), run_name="a short cut")["main"](2)
