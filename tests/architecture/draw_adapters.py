@@ -55,7 +55,7 @@ def _move(scheduler: Scheduler) -> None:
 
 def draw() -> str:
     """Return the picture."""
-    picture = Picture(_WIDTH, 122 + _ROW * len(ARRIVALS), "Adapters come into slots while others run")
+    picture = Picture(_WIDTH, 132 + _ROW * len(ARRIVALS), "Adapters come into slots while others run")
     picture.words(_LEFT, 40, "Two slots, three adapters: who runs in each step, and who waits for files or for a slot",
                   "loud", size=14.5, bold=True, anchor="start")
     for number, (inside, coming, does) in enumerate(steps()):
@@ -71,9 +71,9 @@ def draw() -> str:
             _cell(picture, _LEFT + 260 + place * (_CELL + _GAP), y, NAMES[one] or "base", kind)
             picture.words(_LEFT + 260 + place * (_CELL + _GAP) + _CELL / 2, y + 64, does.get(place, "waits"), "quiet",
                           size=12, anchor="middle")
-    picture.words(_LEFT, 88 + _ROW * len(ARRIVALS), "A request that waits has no row and no KV block, and stops "
-                  "nobody. An adapter that runs keeps its slot; of the others the least recently used leaves.",
-                  "quiet", size=13, anchor="start")
+    for place, line in enumerate(("A request that waits has no row and no KV block, and stops nobody.",
+                                  "An adapter that runs keeps its slot; the least recently used other one leaves.")):
+        picture.words(_LEFT, 88 + 20 * place + _ROW * len(ARRIVALS), line, "quiet", size=13, anchor="start")
     return picture.text
 
 
