@@ -201,7 +201,9 @@ def _note_origin(
     if packed is not None:
         backend.fingerprint = identity_of(packed)
         scheme = scheme if is_quantized else str(packed.header["scheme"])
-    again = replace(config, dtype=str(backend.dtype).removeprefix("torch."), quantization=scheme)
+    # Why: files that are quantised say their scheme themselves, which may be none that a setting has.
+    asked = config.quantization if is_quantized else scheme
+    again = replace(config, dtype=str(backend.dtype).removeprefix("torch."), quantization=asked)
     reason = f"its files hold quantised weights ({scheme})" if is_quantized else ""
     backend.origin = Origin(scheme, partial(_of_files, again, load), reason, *weights)
 

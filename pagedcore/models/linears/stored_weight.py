@@ -342,8 +342,7 @@ def stored_weights(module: torch.nn.Module) -> Iterator[StoredWeight]:
 def shapes_of_tensors(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight of a model by its name, stored ones too; a tied one has the first of its names.
     """
-    known = {id(tensor): (name, tuple(tensor.shape))
-             for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
+    known = {id(tensor): (name, tuple(tensor.shape)) for name, tensor in reversed(_tensors(model))}
     shapes = dict(sorted(known.values()))
     for name, module in model.named_modules():
         for kind, weight in vars(module).items():
@@ -355,7 +354,7 @@ def shapes_of_tensors(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
 def tied_names(model: torch.nn.Module) -> dict[str, str]:
     """Return each further name of a tied weight, and its first one."""
     first: dict[int, str] = {}
-    names = {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
+    names = {name: first.setdefault(id(tensor), name) for name, tensor in _tensors(model)}
     return {name: known for name, known in names.items() if name != known}
 
 
@@ -366,3 +365,9 @@ def stored_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
             if isinstance(weight, StoredWeight | StoredMatrices):
                 for number, tensor in enumerate(tensors_of(weight)):
                     yield f"{name}.{number}" if kind == "weight" else f"{name}.{kind}.{number}", tensor
+
+
+def _tensors(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    # Why not all: modules that torch has quantised keep number formats and packed parameters beside tensors.
+    state = model.state_dict(keep_vars=True)
+    return [(name, one) for name, one in state.items() if isinstance(one, torch.Tensor)]
