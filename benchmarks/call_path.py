@@ -49,8 +49,8 @@ def changes(files: list[str]) -> list[str]:
 
 
 def measure() -> dict[str, list[str]]:
-    """Return the files that an accepted request and decode steps pass, each stay once."""
-    with Engine.from_pretrained("demo") as engine:
+    """Return the files that an accepted request and decode steps without guesses pass, each stay once."""
+    with Engine.from_pretrained("demo", speculation="off") as engine:
         engine.add_request(PROMPT, PARAMS)
         _end_all(engine)
         accepted, _ = files_called(lambda: engine.add_request(PROMPT, PARAMS))

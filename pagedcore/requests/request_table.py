@@ -135,20 +135,20 @@ class RequestTable:
         arrival, request_id = next(self._arrivals), secrets.token_hex(16)
         seed = params.seed if params.seed is not None else self.seed + arrival * SEED_STRIDE
         arrival_s = self.clock.now() - held_s
-        sequences = self._new_sequences(processed, params.n, self.sequence_ids, (arrival, arrival_s), request_id, seed,
-                                        adapter=adapter)
+        root, seen = self._root(options.salt, request_id, self.shares_prefixes, adapter), options.without_salt()
+        sequences = self._new_sequences(
+            processed, params.n, self.sequence_ids, (arrival, arrival_s), root, seen, seed, adapter)
         if params.prompt_logprobs is not None:
             # Why: the first one reports the prompt for all of them; the others wait for what it computes.
             sequences[0].prompt_logprobs = []
         request = Request(request_id, sequences, params, options, self.owner, arrival_s)
-        request.context, request.adapter = processed.context, adapter
-        request.root = self._root(options.salt, request_id, self.shares_prefixes, adapter)
+        request.context, request.adapter, request.root = processed.context, adapter, root
         if processed.new_reader is not None:
             request.reader = processed.new_reader()
             sequences[0].hidden_from = request.reader.first
         if processed.scored_as is not None:
             (sequences[0].scored_as,) = self._new_sequences(
-                processed.scored_as, 1, count(_AFTER_ALL), (arrival, arrival_s), request_id)
+                processed.scored_as, 1, count(_AFTER_ALL), (arrival, arrival_s), root, seen)
         if processed.num_unscored is not None:
             sequences[0].hidden_from = len(processed.token_ids)
             sequences[0].prompt_logprobs = [None] * processed.num_unscored  # type: ignore[list-item]
@@ -338,21 +338,21 @@ class RequestTable:
     def sequences_of_quote(self, processed: ProcessedRequest) -> list[Sequence]:
         """Make the sequences that a request would have if it came now, as the latest of all; nothing knows them."""
         latest, adapter = (_AFTER_ALL, self.clock.now()), self.adapters.find(processed.options.lora)
-        return self._new_sequences(
-            processed, processed.params.num_sequences, count(_AFTER_ALL), latest, "", adapter=adapter)
+        root = self._root(processed.options.salt, "", self.shares_prefixes, adapter)
+        return self._new_sequences(processed, processed.params.num_sequences, count(_AFTER_ALL), latest, root,
+                                   processed.options.without_salt(), adapter=adapter)
 
     def _new_sequences(
-        self, processed: ProcessedRequest, num: int, ids: Iterator[int], arrival: tuple[int, float], request_id: str,
-        seed: int = 0, *, adapter: LoadedAdapter | None = None,
+        self, processed: ProcessedRequest, num: int, ids: Iterator[int], arrival: tuple[int, float], root: bytes,
+        seen: RequestOptions, seed: int = 0, adapter: LoadedAdapter | None = None,
     ) -> list[Sequence]:
-        root = self._root_now(self._root(processed.options.salt, request_id, self.shares_prefixes, adapter))
-        seen = processed.options.without_salt()
+        root, weights, number = self._root_now(root), self._weights_now, _number_of(adapter)
         return [
             Sequence(
                 next(ids), processed.token_ids, processed.params, max_tokens=processed.max_tokens,
                 seed=(seed + index * SEED_STRIDE) % SEED_RANGE, stop_token_ids=processed.stop_token_ids, options=seen,
                 arrival=arrival[0], arrival_s=arrival[1], cache_root=root,
-                num_short_tokens=self.num_short_tokens, adapter=_number_of(adapter), weights=self._weights_now,
+                num_short_tokens=self.num_short_tokens, adapter=number, weights=weights,
                 constraint=processed.constraint.branch() if processed.constraint is not None else None,
             )
             for index in range(num)

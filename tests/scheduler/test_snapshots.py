@@ -80,7 +80,8 @@ LEFT_OUT: dict[type, dict[str, str]] = {
     Preemption: {},
     ReuseRate: {"_capacity": SETTING},
     Sequence: {"params": TOKENS, "stop_token_ids": TOKENS, "constraint": TOKENS, "logprobs": TOKENS,
-               "prompt_logprobs": TOKENS, "scored_as": TOKENS},
+               "prompt_logprobs": TOKENS, "scored_as": TOKENS,
+               "weights": "says which weights drew a token; what may be shared is in the cache root"},
     RequestOptions: {**dict.fromkeys(("request_id", "cache_salt", "salt"), "who may share is in the cache root"),
                      "speculate": DRAFTS, "lora": "the adapter that it stood for is in the sequence"},
 }
