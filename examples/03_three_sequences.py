@@ -10,7 +10,8 @@ from pagedcore import Engine, SamplingParams
 
 def main() -> None:
     """Run the three sequences and print, for each batch size, the steps it lasted and the blocks it held."""
-    with Engine.from_pretrained("demo", num_kv_blocks=16) as engine:
+    # Without guesses each step computes one token of each sequence.
+    with Engine.from_pretrained("demo", num_kv_blocks=16, speculation="off") as engine:
         requests = [
             engine.add_request(prompt, SamplingParams(max_tokens=num_tokens, ignore_eos=True))
             for prompt, num_tokens in [("What is 2 + 3?", 10), ("What is 5 + 4?", 20), ("What is 8 + 1?", 30)]

@@ -45,20 +45,16 @@ class PlanState:
         self, rules: PlanningRules, kv_cache: KVCacheManager, running: Iterable[Sequence], waiting: Iterable[Sequence],
         awaiting: tuple[int, ...] = (),
     ) -> None:
-        self.rules = rules
-        self.kv_cache = kv_cache
+        self.rules, self.kv_cache = rules, kv_cache
         self.blocks, self.host = kv_cache.device, kv_cache.host
-        self.running = list(running)
-        self.waiting = list(waiting)
-        self.awaiting = awaiting
-        """Ids of further ones, which wait for their adapters and are not planned for."""
+        self.running, self.waiting, self.awaiting = list(running), list(waiting), awaiting
+        """Who runs, who may start, and the ids of those who wait for their adapters and are not planned for."""
         self.free = self.blocks.num_available_blocks
         has_host = self.host.num_blocks > 0
         self.arriving = self.host.num_leaving_blocks if has_host else 0
         """Blocks that will be available after this step and are not promised yet."""
         self.room_on_host = self.host.num_available_blocks if has_host else 0
-        self.budget = rules.max_num_batched_tokens
-        self._num_scorable = rules.max_scored_tokens
+        self.budget, self._num_scorable = rules.max_num_batched_tokens, rules.max_scored_tokens
         self.rows: dict[int, ScheduledRow] = {}
         self.admitted: list[Sequence] = []
         self.preempted: dict[int, Preemption] = {}

@@ -273,10 +273,9 @@ class Scheduler:
 
     def observe(self, plan: SchedulePlan, seconds: float) -> None:
         """Learn how long a step took."""
-        prefill_tokens, num_rows, num_kv = plan.work
-        self.costs.steps.observe(prefill_tokens, num_rows, num_kv, seconds)
-        if self.speculation is not None and num_rows and prefill_tokens == plan.num_drafts:
-            self.speculation.costs.observe(num_rows, plan.num_drafts, seconds)
+        self.costs.steps.observe(*plan.work, seconds)
+        if self.speculation is not None:
+            self.speculation.learn_costs(plan, seconds)
         for one in self.queues.observers:
             one.step_timed(plan, seconds)
 

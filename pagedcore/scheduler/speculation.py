@@ -20,7 +20,7 @@ from pagedcore.kv_cache.prefix_match import NO_MATCH
 from pagedcore.outputs import FinishReason
 from pagedcore.protocols import ForcedTokens
 from pagedcore.scheduler.draft_costs import DraftCosts
-from pagedcore.scheduler.plan import ScheduledRow
+from pagedcore.scheduler.plan import ScheduledRow, SchedulePlan
 from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.sequence import Sequence
 
@@ -141,6 +141,12 @@ class Speculation:
             self.model_failure = InvalidDrafts(f"no drafts of speculative_model any more, after {type(error).__name__}")
             self.model_failure.__cause__ = error
             _log.error("speculation: %s; the engine continues without", self.model_failure)
+
+    def learn_costs(self, plan: SchedulePlan, seconds: float) -> None:
+        """Learn how long a step took whose rows have nothing but a token and drafts."""
+        prefill_tokens, num_rows, _ = plan.work
+        if num_rows and prefill_tokens == plan.num_drafts:
+            self.costs.observe(num_rows, plan.num_drafts, seconds)
 
     def learn(self, sequence: Sequence, num_drafts: int, num_right: int) -> None:
         """Learn how many of the drafts of a row were right."""

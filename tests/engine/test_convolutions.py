@@ -40,8 +40,8 @@ def case(request: pytest.FixtureRequest) -> tuple[Any, dict[int, Any]]:
 
 
 @pytest.mark.parametrize("more", [
-    {"num_kv_blocks": 200}, {"num_kv_blocks": 24, "preemption": "recompute"},
-    {"num_kv_blocks": 24, "preemption": "swap", "host_kv_memory": "4MiB"},
+    {"num_kv_blocks": 200}, {"num_kv_blocks": 24, "preemption": "recompute", "speculation": "off"},
+    {"num_kv_blocks": 24, "preemption": "swap", "host_kv_memory": "4MiB", "speculation": "off"},
     {"num_kv_blocks": 60, "speculation": "auto"},
 ], ids=["cached", "recomputed", "swapped", "drafted"])
 def test_answers_are_those_alone(case: tuple[Any, dict[int, Any]], more: dict[str, Any]) -> None:

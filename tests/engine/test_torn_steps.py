@@ -77,7 +77,7 @@ def test_a_step_may_break_off_at_any_line() -> None:
 def test_a_step_in_which_sequences_become_long_may_break_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same where every sequence but the shortest passes the model's short context, some of them as beams."""
     monkeypatch.setattr(ToyBackend, "num_short_tokens", 4)
-    explore(lose, Lost, 15, seed=3)
+    explore(lose, Lost, 20, seed=3)
 
 
 def test_a_step_with_drafts_may_break_off_too(monkeypatch: pytest.MonkeyPatch) -> None:

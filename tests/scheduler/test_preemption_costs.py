@@ -79,7 +79,7 @@ def seconds(workload: Workload, mode: str, prices: Prices, *, has_host: bool) ->
     parts = build_components(
         PricedBackend(prices, clock), num_kv_blocks=workload.num_blocks, block_size=BLOCK_SIZE, preemption=mode,
         host_kv_memory="4MiB" if has_host else None, max_num_seqs=32, max_num_batched_tokens=512,
-        max_num_waiting=256,
+        max_num_waiting=256, speculation="off",
     )
     with Engine(parts, clock) as engine:
         for prompt, num_tokens in workload.requests:

@@ -39,7 +39,7 @@ def test_a_turn_that_was_cut_off_continues_its_grammar_elsewhere(engine: Engine,
     assert is_valid(whole.text)
     with Engine.from_pretrained("demo") as other:
         for num_tokens in (1, 5, len(whole.token_ids) - 2):
-            with engine.session(PARAMS) as session:
+            with engine.session(PARAMS, speculate=False) as session:
                 request = session.extend(PROMPT)
                 while len(request.output().outputs[0].token_ids) < num_tokens:
                     engine.step()

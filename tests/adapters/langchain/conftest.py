@@ -12,7 +12,10 @@ from pagedcore import AsyncEngine
 @pytest.fixture(scope="module")
 def demo_engine() -> Iterator[AsyncEngine]:
     """An engine over the demo model, shared by a module's tests."""
-    with AsyncEngine.from_pretrained("demo", num_kv_blocks=512, max_num_seqs=16, stream_interval_s=0.0) as engine:
+    # Why without guesses: tests ask for the same completions again, and count steps.
+    with AsyncEngine.from_pretrained(
+        "demo", num_kv_blocks=512, max_num_seqs=16, stream_interval_s=0.0, speculation="off"
+    ) as engine:
         yield engine
 
 

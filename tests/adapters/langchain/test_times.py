@@ -53,7 +53,7 @@ def timed() -> Iterator[AsyncEngine]:
     """An engine whose steps take known times; nothing but steps lets time pass."""
     clock = FakeClock()
     components = build_components(TimedBackend(clock), num_kv_blocks=32, block_size=4, tokenizer=Letters(),
-                                  max_model_len=64)
+                                  max_model_len=64, speculation="off")
     with AsyncEngine(Engine(components, clock)) as engine:
         yield engine
 

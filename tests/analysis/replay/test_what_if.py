@@ -133,9 +133,13 @@ def test_without_a_change_every_decision_is_the_recorded_one(has_faults: bool, t
 
 
 def late_burst(folder: Path, **settings: Any) -> tuple[Recording, list[list[tuple[int, ...]]]]:
-    """Record an engine from the moment on at which many requests come beside the running ones; return its steps too."""
+    """Record an engine from the moment on at which many requests come beside the running ones; return its steps too.
+
+    Without guesses: those of other settings are taken from the recording.
+    """
     clock, steps = FakeClock(), list[list[tuple[int, ...]]]()
-    chosen: dict[str, Any] = {"max_num_seqs": 3, "num_kv_blocks": 24, "max_num_waiting": 20, **settings}
+    chosen: dict[str, Any] = {"max_num_seqs": 3, "num_kv_blocks": 24, "max_num_waiting": 20, "speculation": "off",
+                              **settings}
     with toy_engine(backend=Paced(clock), clock=clock, **chosen) as engine:
         for place in range(3):
             engine.add_request([place, 1, 2, 3, 4], SamplingParams(max_tokens=6 + 2 * place, ignore_eos=True))
