@@ -90,6 +90,19 @@ class LoadsAdapters:
         """As ``Engine`` has it."""
 
 
+def num_slots_of(config: EngineConfig) -> int:
+    """Return how many slots the settings ask for. Raises ``InvalidConfig`` where it is seen without a model that there
+    can be none.
+    """
+    count = config.max_adapters
+    num_slots = count if count is not None else _DEFAULT_SLOTS * bool(config.adapters)
+    if not num_slots and config.adapters:
+        raise InvalidConfig(f"max_adapters: got 0, allowed is 1 or more with {len(config.adapters)} adapters.")
+    if num_slots and config.device.startswith("cuda"):
+        raise InvalidConfig(f"max_adapters: got {num_slots}, allowed is 0 on a GPU. Adapters run with device='cpu'.")
+    return num_slots
+
+
 def make_slots(backend: ModelBackend, config: EngineConfig, undo: ExitStack) -> AdapterSlots:
     """Make the slots that the settings ask for, before the KV pool is allocated; ``undo`` gives their memory back.
 
@@ -97,11 +110,7 @@ def make_slots(backend: ModelBackend, config: EngineConfig, undo: ExitStack) -> 
         InvalidConfig: the model takes no adapters, or the setting of their memory is none.
         MemoryBudgetExceeded: the budget has not that much left.
     """
-    count = config.max_adapters
-    num_slots = count if count is not None else _DEFAULT_SLOTS * bool(config.adapters)
-    if not num_slots:
-        if config.adapters:
-            raise InvalidConfig(f"max_adapters: got 0, allowed is 1 or more with {len(config.adapters)} adapters.")
+    if not (num_slots := num_slots_of(config)):
         return AdapterSlots()
     if reason := why_no_adapters(backend):
         raise InvalidConfig(f"max_adapters: got {num_slots}, allowed is 0 with this model: {reason}.")

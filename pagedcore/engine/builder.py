@@ -21,7 +21,7 @@ from pagedcore.config.speculation import rules_of
 from pagedcore.drafting.drafts import SOURCES as DRAFTS_FROM
 from pagedcore.drafting.drafts import Drafts
 from pagedcore.embedding_defaults import EmbeddingDefaults
-from pagedcore.engine.adapter_verbs import empty_slots, load_first, make_slots
+from pagedcore.engine.adapter_verbs import empty_slots, load_first, make_slots, num_slots_of
 from pagedcore.engine.draft_models import LoadedDraftModel, load_draft_model
 from pagedcore.engine.kv_memory import KVMemory, context_length
 from pagedcore.errors import InvalidConfig
@@ -128,6 +128,7 @@ def build_components(
     manager = create_plugin_manager(plugins)
     policy = make_policy(manager.registry.schedulers.load(config.scheduling_policy), config.policy_options)
     named = ModelName(model) if type(model) is str else model
+    num_slots_of(config)  # Why here: what can be refused without the model is
     with DefaultFloatState():
         with usable_torch():
             backend = resolve_backend(named, config, manager.registry.load)
