@@ -12,6 +12,7 @@ from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidConfig
 from pagedcore.sampling_params import SamplingParams
 from support.families import VOCAB, tiny_model
+from support.lora_directories import linear_sizes, merged, random_matrices, write_adapter
 
 SHARED = [int(one) for one in torch.randint(3, VOCAB, (37,), generator=torch.Generator().manual_seed(8))]
 PROMPTS = [[*SHARED[:length], 5 + length] for length in (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 37)]
@@ -74,6 +75,37 @@ def test_a_session_goes_on_where_it_was(case: tuple[Any, dict[int, Any]], tmp_pa
         moved = other.import_session(tmp_path / "session")
         assert list(moved.ask(PROMPTS[3], tokens).outputs[0].token_ids) == second
     assert second == list(whole.outputs[0].token_ids)
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """Return the likeliest tokens behind a prompt, all of which is computed again for each."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt):]
+
+
+def test_a_sequence_has_convolutions_of_its_own_adapter(tmp_path: Path) -> None:
+    """Behind one prefix, cached or not, requests with two adapters and with none have the answers of transformers' own
+    model with that adapter merged."""
+    prompts, tokens = PROMPTS[1::2], SamplingParams(max_tokens=6, ignore_eos=True)
+    settings: dict[str, Any] = {"num_kv_blocks": 200, **SMALL}
+    sizes = linear_sizes(tiny_model("lfm2"))
+    matrices = {name: random_matrices(sizes if name else {}, 4, seed) for seed, name in enumerate([None, "a", "b"])}
+    models = {name: merged(tiny_model("lfm2"), own, {"lora_alpha": 8}) for name, own in matrices.items()}
+    expected = {name: [greedy(model, prompt, 6) for prompt in prompts] for name, model in models.items()}
+    assert len({str(one) for one in expected.values()}) == 3
+    places = {name: write_adapter(tmp_path / name, own, 4) for name, own in matrices.items() if name}
+    with Engine.from_pretrained(tiny_model("lfm2"), **settings, adapters=places) as engine:
+        for _ in range(2):
+            asked = [(place, name) for place in range(len(prompts)) for name in matrices]
+            requests = [engine.add_request(prompts[place], tokens, lora=name) for place, name in asked]
+            while engine.has_pending_requests():
+                engine.step()
+            found = [list(one.output().outputs[0].token_ids) for one in requests]
+            assert found == [expected[name][place] for place, name in asked]
+        assert engine.stats().num_cached_tokens > 0
 
 
 def test_int8_kv_is_refused_by_name() -> None:

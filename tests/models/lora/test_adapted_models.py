@@ -28,8 +28,10 @@ from support.scores import engine_of
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_RANK = 4, 200, 12
 LENGTHS, SLOTS = [19, 13, 22, 9, 11, 15], [0, 1, 2, 3, 1, 0]
-#: Fused and recorded, with norms of heads, fused names, multipliers; with experts; by transformers' own modules.
-QUICK, SLOW = ["qwen2", "gpt2", "qwen3_moe"], ["llama", "phi3", "gemma3_text", "granite", "gpt_neox", "deepseek_v3"]
+#: Fused and recorded, with norms of heads, fused names, multipliers; with experts; by transformers' own modules, whose
+#: layers may be convolutions.
+QUICK = ["qwen2", "gpt2", "qwen3_moe", "lfm2"]
+SLOW = ["llama", "phi3", "gemma3_text", "granite", "gpt_neox", "deepseek_v3", "lfm2_moe", "lfm3"]
 FAMILIES = [*QUICK, *[pytest.param(one, marks=pytest.mark.slow) for one in SLOW]]
 
 
