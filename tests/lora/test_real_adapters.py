@@ -30,39 +30,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
             for seed, name in enumerate("abcd", 1)}
 
 
-@pytest.fixture(scope="module")
-def alone(places: dict[str, str]) -> dict[str | None, list[Any]]:
-    """What each adapter says to each prompt where nobody else is asked, and what the model alone says."""
-    with Engine.from_pretrained("demo", dtype="float32", num_kv_blocks=64) as engine:
-        found: dict[str | None, list[Any]] = {None: [told(one) for one in engine.generate(PROMPTS, TEN)]}
-    with Engine.from_pretrained("demo", dtype="float32", num_kv_blocks=64, adapters=places, max_adapters=4) as engine:
-        for name in places:
-            found[name] = [told(engine.generate([prompt], TEN, lora=name)[0]) for prompt in PROMPTS]
-    return found
-
-
 def told(output: Any) -> Any:
     """Tokens and every bit of their log-probabilities."""
     completion = output.outputs[0]
     return completion.token_ids, [(one.logprob.hex(), one.top) for one in completion.logprobs]
-
-
-@pytest.mark.parametrize("settings", [{}, {"num_kv_blocks": 8, "max_num_batched_tokens": 32}],
-                         ids=["together", "preempted"])
-def test_the_bits_are_those_of_a_request_alone(
-    places: dict[str, str], alone: dict[str | None, list[Any]], settings: dict[str, Any]
-) -> None:
-    """With the model alone and four adapters in two slots; rows without one are those of an engine without any."""
-    with Engine.from_pretrained("demo", **{
-            "dtype": "float32", "num_kv_blocks": 64, "adapters": places, "max_adapters": 2, "check_invariants": True,
-            **settings}) as engine:
-        asked = [(name, place) for place in range(len(PROMPTS)) for name in (None, *places)]
-        requests = [engine.add_request(PROMPTS[place], TEN, lora=name) for name, place in asked]
-        while engine.has_pending_requests():
-            engine.step()
-        assert [told(one.output()) for one in requests] == [alone[name][place] for name, place in asked]
-        assert engine.stats().num_adapter_loads >= 2
-    assert len({alone[name][0][0] for name in alone}) > 2
 
 
 @pytest.mark.parametrize("way", ["staged", "in_place"])
