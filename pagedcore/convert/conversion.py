@@ -39,6 +39,14 @@ from pagedcore.models.checkpoints.packed_integers import num_words, pack
 from pagedcore.models.checkpoints.pretrained import as_refusals, load_config, resolve_dtype
 from pagedcore.models.checkpoints.product_rows import Read
 from pagedcore.models.checkpoints.quantized import stored_format
+from pagedcore.models.checkpoints.sentence_files import (
+    FOLDER,
+    LIMITS,
+    MODULES,
+    PROMPTS,
+    modules_of,
+    read_json,
+)
 from pagedcore.models.checkpoints.shipped_code import AUTO_MAP
 from pagedcore.models.checkpoints.stored_experts import (
     PARTS,
@@ -48,7 +56,7 @@ from pagedcore.models.checkpoints.stored_experts import (
 )
 from pagedcore.models.checkpoints.tensor_files import FLOATS, TensorFiles
 from pagedcore.models.families import supported_models
-from pagedcore.models.families.model_facts import max_model_len
+from pagedcore.models.families.model_facts import is_named_headless, max_model_len
 from pagedcore.models.families.table import file_name, module_name
 from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.int8_embedding import FIELD, OF_HEAD, OWN_TABLE, kind_of_embedding
@@ -62,6 +70,8 @@ from pagedcore_kernels.cpu.runtime.threads import num_threads_of_torch
 _OTHER_FILES: Final = ("tokenizer*", "*.model", "vocab.*", "merges.txt", "*_map.json", "added_tokens.json",
                        "generation_config.json", "chat_template*", "LICENSE*")  # fmt: skip
 """What goes along: everything about text, and how to generate. Code does not."""
+_SENTENCES: Final = (MODULES, LIMITS, PROMPTS)
+"""So does what sentence-transformers says of vectors and of relevance, with the folders that it names."""
 _FORMATS: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8",
                    torch.int32: "I32", torch.int64: "I64"}  # fmt: skip
 _CONFIG: Final = "config.json"
@@ -140,15 +150,41 @@ def _open(source: str, dtype: torch.dtype) -> tuple[Any, TensorFiles | GGUFSourc
         require_generator(own)
         modules = _modules(own, dtype)
         with as_refusals(source):
-            directory = (TensorFiles(Path(source), module_name) if stored is None
-                         else FP8Files(Path(source), module_name, stored, dtype))
+            rename = _named_as_modules(modules)
+            directory = (TensorFiles(Path(source), rename) if stored is None
+                         else FP8Files(Path(source), rename, stored, dtype))
             require_last_experts(modules, directory)
+            if is_named_headless(own):
+                _require_output_layer(modules, directory)
             return modules, directory
     with as_refusals(source):
         files = GGUFSource(source, dtype)
         modules = _modules(files.config(), dtype)
         files.require_names(modules)
     return modules, files
+
+
+def _named_as_modules(model: Any) -> Callable[[str], str]:
+    """Return what makes of a tensor's name in files the module's; files of a body alone, as those of embedders are, do
+    not name it.
+    """
+    parts, body = {name for name, _ in model.named_children()}, model.base_model_prefix
+
+    def rename(name: str) -> str:
+        new = module_name(name)
+        return new if new.partition(".")[0] in parts or body not in parts else f"{body}.{new}"
+
+    return rename
+
+
+def _require_output_layer(model: Any, files: TensorFiles) -> None:
+    """Refuse files without an output layer, where it is not the embedding. Raises ``ModelNotSupported``."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is not embedding.weight and f"{auto_int8.name_of_head(model)}.weight" not in files:
+        raise ModelNotSupported(
+            "model: its files have no output layer, as it makes embeddings only, and files in this format need one. "
+            "Load it with quantization=..., or write it with pagedcore pack."
+        )
 
 
 def _fp8_of(source: str) -> FP8 | None:
@@ -189,9 +225,18 @@ def _write(
 
 
 def copy_others(source: Path, target: Path) -> None:
-    """Copy what goes along with a model's weights: text, and how to generate; raises ``OSError``."""
-    for path in {path for pattern in _OTHER_FILES for path in source.glob(pattern) if path.is_file()}:
-        shutil.copyfile(path, target / path.name)
+    """Copy what goes along with a model's weights: text, how to generate, and how states of texts are read; raises
+    ``OSError``.
+    """
+    # Why the folders: without what they say, vectors would be pooled in another way, and nobody would be told.
+    _, folders = modules_of(read_json(os.fspath(source), MODULES))
+    configs = [f"{name}/{_CONFIG}" for name in folders if FOLDER.fullmatch(name)]
+    paths = {path for pattern in _OTHER_FILES for path in source.glob(pattern)}
+    for path in paths | {source / name for name in (*_SENTENCES, *configs)}:
+        if path.is_file():
+            new = target / path.relative_to(source)
+            new.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, new)
 
 
 def _check_arguments(

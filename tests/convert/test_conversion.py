@@ -18,6 +18,7 @@ from pagedcore.convert import conversion
 from pagedcore.convert.conversion import convert
 from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
+from support.embedders import TEXTS, write_embedder
 from support.families import VOCAB, tiny_model
 from support.host_floats import host_floats, x86_glibc_only
 from support.quantized_checkpoints import change_config, change_tensors, write_checkpoint
@@ -64,6 +65,30 @@ def test_a_converted_model_computes_the_same_bits(
     assert results_of(out, dtype=dtype) == results_of(source, dtype=dtype, quantization=quantization)
     # Why: a reader that shares the embedding's weight would leave the quantised output layer out.
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_converted_embedder_makes_the_same_vectors(has_head: bool, tmp_path: Path) -> None:
+    """Names of its files that leave the body's out included, and pooled as the files of sentence-transformers say."""
+    source, out = tmp_path / "model", tmp_path / "out"
+    write_embedder(source, pooling="pooling_mode_mean_tokens", normalizes=False, prompts={"q": "over"},
+                   has_head=has_head, tie_word_embeddings=True)
+    convert(str(source), out, quantization="w8a8", dtype="float32")
+
+    def vectors_of(path: Path, **settings: Any) -> list[bytes]:
+        with Engine.from_pretrained(path, num_kv_blocks=64, num_threads=1, dtype="float32", **settings) as engine:
+            found = engine.embed(TEXTS, prompt_name="q", show_progress=False)
+        return [one.vector.tobytes() for one in found]
+
+    assert vectors_of(out) == vectors_of(source, quantization="w8a8")
+
+
+def test_files_without_an_output_layer_are_not_converted(tmp_path: Path) -> None:
+    """Unless the embedding is one, which nothing but the configuration says; the refusal names what can be done."""
+    write_embedder(tmp_path / "model")
+    with pytest.raises(ModelNotSupported, match=r"no output layer.*Load it with quantization=.*pagedcore pack"):
+        convert(str(tmp_path / "model"), tmp_path / "out", quantization="w8a8", dtype="float32")
+    assert not (tmp_path / "out").exists()
 
 
 def values_and_scales(tensors: dict[str, torch.Tensor], name: str, num_inputs: int, scheme: str) -> tuple[Any, Any]:

@@ -122,13 +122,14 @@ def test_packed_weights_alone_are_a_model(tmp_path: Path) -> None:
 
 
 def test_packed_weights_without_an_output_layer_embed_only(tmp_path: Path) -> None:
-    """As the files that they were made of; they do not have the embedding in its place."""
-    write_embedder(tmp_path / "model")
+    """As the files that they were made of, pooled as these say; they do not have the embedding in its place."""
+    write_embedder(tmp_path / "model", pooling="pooling_mode_mean_tokens", normalizes=False, prompts={"q": "over"})
     with engine_of(tmp_path / "model", dtype="float32") as engine:
         (wanted,) = engine.embed("the quick", show_progress=False)
     packed(tmp_path / "model", tmp_path / "alone", "float32")
     with engine_of(tmp_path / "alone", dtype="float32") as engine:
         (found,) = engine.embed("the quick", show_progress=False)
+        engine.embed("the quick", prompt_name="q", show_progress=False)
         with pytest.raises(InvalidRequest, match="without an output layer"):
             engine.generate(["a"], GREEDY, show_progress=False)
     assert found.vector.tobytes() == wanted.vector.tobytes()
