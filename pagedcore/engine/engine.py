@@ -384,19 +384,20 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
         # Why: a notebook's output is no terminal, which is what tqdm looks for by itself.
         by_default = False if "ipykernel" in sys.modules else None
         is_hidden = by_default if show_progress is None else not show_progress
-        with self.exclusive(), tqdm(total=len(waiting), unit="request", disable=is_hidden) as bar:
-            try:
-                while waiting or not all(request.is_done for request in requests):
-                    while waiting and self.can_accept(waiting[0].params.num_initial_sequences):
-                        # Why not appended here: an interrupt between the two calls would leave the request behind.
-                        self.accept(waiting.popleft(), requests)
-                    self._step_or_sleep()
-                    if not bar.disable and (done := sum(request.is_done for request in requests)) > bar.n:
-                        bar.set_postfix(tokens=self.stats().num_generated_tokens, refresh=False)
-                        bar.update(done - bar.n)
-                return [request.output() for request in requests]
-            finally:
-                self._withdraw(requests)
+        # Why withdrawn twice: an interrupt may come while it is done, and no caller knows of what that would leave.
+        with (
+            self.exclusive(), tqdm(total=len(waiting), unit="request", disable=is_hidden) as bar,
+            self._withdrawing(requests), self._withdrawing(requests),
+        ):
+            while waiting or not all(request.is_done for request in requests):
+                while waiting and self.can_accept(waiting[0].params.num_initial_sequences):
+                    # Why not appended here: an interrupt between the two calls would leave the request behind.
+                    self.accept(waiting.popleft(), requests)
+                self._step_or_sleep()
+                if not bar.disable and (done := sum(request.is_done for request in requests)) > bar.n:
+                    bar.set_postfix(tokens=self.stats().num_generated_tokens, refresh=False)
+                    bar.update(done - bar.n)
+            return [request.output() for request in requests]
 
     def session(self, params: SamplingParams | None = None, **options: Unpack[OptionKeywords]) -> Session:
         """Open a conversation that can wait, fork and outlive the process; arguments as ``add_request``.
@@ -589,6 +590,7 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
         block_bytes, counts = kv_bytes // info.num_blocks, asdict(self._outputs.counters) | self._adapter_stats()
         for one in self.observers:
             counts.update(one.statistics())
+        speculation = self.scheduler.speculation
         return EngineStats(
             **asdict(self.scheduler.stats()),
             **counts,
@@ -601,7 +603,7 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
             attention_backend=info.attention_backend,
             dtype=info.dtype,
             is_schedule_invariant=info.is_schedule_invariant,
-            speculation=self._speculation(),
+            speculation=(speculation and speculation.trouble) or self.components.speculation,
         )
 
     def _adapter_stats(self) -> dict[str, int]:
@@ -610,14 +612,6 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
         return {"num_adapters": len(loader.registry.names), "num_adapters_in_slots": len(loader.slots.slot_of),
                 "adapter_bytes": loader.slots.num_held_bytes, "num_adapter_loads": loader.num_loads,
                 "num_adapter_failures": loader.num_failures}
-
-    def _speculation(self) -> str:
-        speculation = self.scheduler.speculation
-        if speculation is not None and speculation.failure is not None:
-            return f"off: {speculation.failure}"
-        if speculation is not None and speculation.model_failure is not None:
-            return f"on, but {speculation.model_failure}"
-        return self.components.speculation
 
     @property
     def is_stalled(self) -> bool:
@@ -666,6 +660,14 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
         for one in self.observers:
             one.request_accepted(request)
         return request
+
+    @contextmanager
+    def _withdrawing(self, requests: Iterable[Request]) -> Iterator[None]:
+        """Abort and remove requests in the end, whatever ends this."""
+        try:
+            yield
+        finally:
+            self._withdraw(requests)
 
     def _withdraw(self, requests: Iterable[Request]) -> None:
         for request in requests:

@@ -120,6 +120,13 @@ class Speculation:
         self.model_failure: InvalidDrafts | None = None
         """Why the model makes none any more."""
 
+    @property
+    def trouble(self) -> str:
+        """What has gone wrong and is given up, in words; "" for nothing."""
+        if self.failure is not None:
+            return f"off: {self.failure}"
+        return "" if self.model_failure is None else f"on, but {self.model_failure}"
+
     def add_drafts(self, state: PlanState) -> None:
         """Let the rows of a plan that decode have drafts, as long as there is room."""
         rows = [row for row in state.rows.values() if _may_have_drafts(row)]
