@@ -20,12 +20,13 @@ from pagedcore.errors import show
 from pagedcore.generation_defaults import GenerationDefaults, describe
 from pagedcore.models.blueprint import attention_of, read_tree
 from pagedcore.models.checkpoints import quantized
+from pagedcore.models.checkpoints.auto_int8 import name_of_head
 from pagedcore.models.checkpoints.classifier_files import is_classifier, labels_of
 from pagedcore.models.checkpoints.fp8 import FP8
 from pagedcore.models.checkpoints.gguf import GGUF
 from pagedcore.models.checkpoints.model_path import is_gguf
 from pagedcore.models.checkpoints.packed_model import Wanted, packed_file, why_not_used
-from pagedcore.models.checkpoints.pair_files import heads_of
+from pagedcore.models.checkpoints.pair_files import NO_ROWS, heads_of
 from pagedcore.models.checkpoints.pretrained import as_refusals, computing_dtype, find_file
 from pagedcore.models.checkpoints.quick_start import why_not_quick
 from pagedcore.models.checkpoints.sentence_files import read_embedding_defaults
@@ -36,6 +37,7 @@ from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.families.model_facts import configured_len, eos_token_ids, max_model_len, num_short_tokens
 from pagedcore.models.families.wrappers import WHOLE, leaves_layers_out
 from pagedcore.models.linears.packed_experts import left_alone
+from pagedcore.models.linears.packed_products import shows_rows
 from pagedcore.text_head import TextHead
 from pagedcore.tokenizer.other_files import missing_packages, tokenizer_file
 from pagedcore.tokenizer.quick_tokenizer import read_tokenizer
@@ -80,7 +82,8 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
         facts["adapter"] = "the one beside the model is for requests that name it, where adapters= names its directory"
     sampling = _sampling(name, vocab_size, eos_token_ids(model))
     drafts = "none, as results depend on the schedule" if others else "yes, on a CPU"
-    texts = {} if is_gguf(name) else _texts(name, config, vocab_size, trust_remote_code, is_plain=stored is None)
+    shows_rows_of_head = _shows_rows(name, dtype, model)
+    texts = {} if is_gguf(name) else _texts(name, config, vocab_size, trust_remote_code, shows_rows_of_head)
     adapters = ("none: its layers have other numbers than those of the model that it is a part of"
                 if leaves_layers_out(str(whole)) else "on a CPU, one for each request that names it (lora=)")
     return facts | {"decoder": decoder, "schedule": _schedule(others), "speculation": drafts, "adapters": adapters,
@@ -88,7 +91,7 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
 
 
 def _texts(
-    source: str, config: Any, vocab_size: int, trust_remote_code: bool, *, is_plain: bool
+    source: str, config: Any, vocab_size: int, trust_remote_code: bool, shows_rows_of_head: bool
 ) -> dict[str, str]:
     """Say what a model makes of texts beside completions, as its files have it."""
     known, labels = read_embedding_defaults(source, trust_remote_code=trust_remote_code), tuple[str, ...]()
@@ -101,7 +104,7 @@ def _texts(
     # Why such a layer: which tokens count is asked, and no weight is read.
     model = SimpleNamespace(config=config, get_output_embeddings=lambda: nn.Linear(1, vocab_size, bias=False))
     pairs = heads_of(source, model, head)[1]
-    refusal = pairs.refusal or ("" if is_plain or head else "the rows of its output layer are quantised")
+    refusal = pairs.refusal or ("" if shows_rows_of_head or head else NO_ROWS)
     shown = ", ".join(map(show, labels[:3])) + (", ..." if len(labels) > 3 else "")
     return {
         "embeds": embeds,
@@ -110,6 +113,15 @@ def _texts(
         "reranks": f"no: {refusal}" if refusal else
                    "yes: by its class" if labels else "yes: by the logits of the tokens that its LogitScore names",
     }
+
+
+def _shows_rows(source: str, dtype: torch.dtype, model: Any) -> bool:
+    """Whether the rows of the output layer are at hand: in all files but packed ones of some kinds."""
+    packed = packed_file(source)
+    if packed is None or why_not_used(packed, source, Wanted(dtype, False, "none")):
+        return True
+    products = packed.header.get("products")
+    return isinstance(products, dict) and shows_rows(products.get(name_of_head(model)))
 
 
 def _files_of(

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from pagedcore import AsyncEngine
+from pagedcore import AsyncEngine, SamplingParams
+from pagedcore.cli.doctor import diagnosis
+from pagedcore.convert.conversion import convert
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidPrompt, InvalidRequest, InvalidText, PromptTooLong, UnknownParameter
 from pagedcore.request_options import NO_OPTIONS
@@ -19,6 +21,7 @@ from support.classifiers import write_classifier
 from support.embedders import change_file
 from support.engine_builders import assert_all_free, make_engine
 from support.rerankers import TEMPLATE, write_reranker
+from support.runner import invoke
 
 QUERY = "what is quick ?"
 DOCUMENTS = ["the lazy dog", "a", "naïve café is ok , yes ?", "quick brown fox jumps over the lazy dog and on"]
@@ -77,6 +80,34 @@ def test_relevance_is_that_of_transformers(
     for one in found:
         assert (one.logit, one.score) == pytest.approx(expected[one.index][:2], rel=1e-4, abs=1e-4)
         assert one.num_prompt_tokens == expected[one.index][2]
+
+
+@pytest.mark.parametrize(("quantization", "is_tied"), [("none", False), ("w8a16", True), ("w4a16", False)])
+def test_quantised_and_packed_files_say_it_too(quantization: str, is_tied: bool, tmp_path: Path) -> None:
+    """By the logits of their own output layer at the end of the pair; packed int4 does not show its rows, and says so
+    before and after it is loaded."""
+    source = tmp_path / "model"
+    write_reranker(source, tie_word_embeddings=is_tied)
+    if quantization != "none":
+        convert(str(source), tmp_path / "converted", quantization=quantization, dtype="float32")
+        source = tmp_path / "converted"
+    invoke("pack", str(source), "--out", str(tmp_path / "packed"), "--dtype", "float32")
+    logits = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, return_logits=True)
+    with engine_of(source) as engine:
+        (found,) = engine.rerank(QUERY, DOCUMENTS[0], show_progress=False)
+        pair = PairScorer.of(engine.input_processor).process((QUERY, DOCUMENTS[0]), NO_OPTIONS)
+        (output,) = engine.generate([pair.token_ids], logits, show_progress=False)
+    (first,) = output.outputs[0].logprobs  # type: ignore[misc]
+    assert found.logit == pytest.approx(float(first.logits[70] - first.logits[80]), rel=1e-4, abs=1e-4)  # type: ignore[index]
+    reranks = diagnosis(str(tmp_path / "packed"))["reranks"]
+    with engine_of(tmp_path / "packed") as engine:
+        if quantization == "w4a16":
+            with pytest.raises(InvalidRequest, match="packed weights do not show"):
+                engine.rerank(QUERY, DOCUMENTS[0], show_progress=False)
+            assert reranks.startswith("no: its packed weights do not show")
+        else:
+            assert engine.rerank(QUERY, DOCUMENTS[0], show_progress=False)[0].logit == found.logit
+            assert reranks.startswith("yes")
 
 
 @pytest.mark.parametrize(("template", "changes"), [

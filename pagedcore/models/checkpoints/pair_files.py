@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from pagedcore.errors import InvalidRequest, show
@@ -26,6 +25,7 @@ from pagedcore.models.checkpoints.sentence_files import (
     read_json,
     read_object,
 )
+from pagedcore.models.linears.stored_weight import StoredWeight, rows_of
 from pagedcore.text_head import Activation, PairDefaults, TextHead
 from pagedcore.tokenizer.template_arguments import validate_arguments
 
@@ -33,6 +33,11 @@ _NO_HEAD: Final = (
     "it has no head for that: its files are neither those of a classifier with one class nor name tokens whose logits "
     "say it (LogitScore in modules.json)"
 )
+NO_ROWS: Final = (
+    "its packed weights do not show the rows of its output layer, as int4 does not; pack files that have it as numbers "
+    "(convert --keep-output-layer)"
+)
+"""Why packed weights of some kinds rerank nothing."""
 _ACTIVATIONS: Final[Mapping[str, Activation]] = {"Sigmoid": "sigmoid", "Identity": "identity"}
 _MULTIPLIERS: Final = ("logit_scale", "logits_scaling")
 """Fields by which architectures multiply logits, and divide them."""
@@ -79,16 +84,18 @@ def _head_of_tokens(source: str, folder: str, model: Any) -> TextHead:
     wanted = [config.get("true_token_id"), *([] if other is None else [other])]
     layer = model.get_output_embeddings()
     weight: Any = layer.weight if isinstance(layer, nn.Linear) else None
-    is_plain = type(weight) in (nn.Parameter, torch.Tensor) and weight.is_floating_point() and not weight.is_meta
-    if not is_plain:
-        raise _Refused("the rows of its output layer are not at hand, as its weights are stored packed or quantised")
-    if not all(type(one) is int and 0 <= one < len(weight) for one in wanted):
+    if weight is None or weight.device.type == "meta":
+        raise _Refused("the rows of its output layer are not at hand")
+    if not all(type(one) is int and 0 <= one < weight.shape[0] for one in wanted):
         raise _Refused("its LogitScore names tokens that it does not have")
     if layer.bias is not None:
         raise _Refused("its output layer has a bias")
+    chosen = rows_of(weight, wanted) if isinstance(weight, StoredWeight) else weight.detach()[wanted]
+    if chosen is None:
+        raise _Refused(NO_ROWS)
     fields = model.config.to_dict()
     cap, multiplier = fields.get("final_logit_softcapping"), _number(fields.get("logit_scale"))
-    rows = weight.detach()[wanted].double().cpu().numpy()
+    rows = chosen.double().cpu().numpy()
     return TextHead(weight=rows, multiplier=multiplier / _number(fields.get("logits_scaling")),
                     cap=_number(cap) if cap else None)
 

@@ -59,6 +59,15 @@ def describe_product(product: Any, name: str) -> tuple[Entry, Tensors]:
     return entry, {f"{name}:{own}": tensor for own, tensor in weight.tensors.items()}
 
 
+def shows_rows(entry: Any) -> bool:
+    """Whether the product of an entry shows the rows of its weight, as ``stored_weight.rows_of`` needs it."""
+    if not isinstance(entry, dict) or "parts" in entry or entry.get("is_reordered"):
+        return False
+    facts = entry.get("facts")
+    is_by_output = isinstance(facts, dict) and (facts.get("bits"), facts.get("groups")) == (8, 1)
+    return entry.get("layout") != packed_grouped.LAYOUT or is_by_output
+
+
 def product_of(
     entry: Any, name: str, shape: tuple[int, int], bias: torch.Tensor | None, tensor: Callable[[str], torch.Tensor]
 ) -> Matmul:

@@ -7,14 +7,14 @@ file when the layer is packed, and does not keep it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 
 from pagedcore.config.schemes import STORED_SCHEMES
-from pagedcore.errors import ModelNotSupported
-from pagedcore.models.linears.int8_table import Int8Table
+from pagedcore.errors import InternalError, ModelNotSupported
+from pagedcore.models.linears.int8_table import Int8Table, ShowsRows
 from pagedcore.models.linears.packed_linear import FASTEST
 from pagedcore.models.linears.schemes import dequantize, packed_product
 from pagedcore.protocols import LinearFactory, Matmul
@@ -317,6 +317,23 @@ def can_join(weights: Sequence[Any]) -> bool:
 
 def _name_of_all(weights: Sequence[StoredWeight]) -> str:
     return SEPARATOR.join(weight.name for weight in weights)
+
+
+def rows_of(weight: StoredWeight, outputs: Sequence[int]) -> torch.Tensor | None:
+    """Return the numbers [n, in] of some outputs; ``None``: its product, packed already, does not show them."""
+    if weight.ready is not None:
+        product = weight.product(None)
+        try:
+            return product.weight_rows(torch.tensor(outputs)) if isinstance(product, ShowsRows) else None
+        except InternalError:  # its weights have several scales for an output, or zero points
+            return None
+    if weight.decode is not None:
+        return weight.decode()[outputs]
+    read = weight.read()
+    zeros = None if read.zeros is None else read.zeros[outputs]
+    # Why chosen first: the numbers of a whole vocabulary would be many times its values.
+    numbers = replace(read, values=read.values[outputs], scales=read.scales[outputs], zeros=zeros).numbers()
+    return numbers if weight.order is None else torch.empty_like(numbers).index_copy_(1, weight.order, numbers)
 
 
 def tensors_of(weight: Any) -> Sequence[torch.Tensor]:

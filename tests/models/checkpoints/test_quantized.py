@@ -22,6 +22,7 @@ from pagedcore.models.checkpoints.quantized import load_stored, stored_format
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.decoders.fused import FusedDecoder
 from pagedcore.models.fingerprint import model_fingerprint
+from pagedcore.models.linears.stored_weight import rows_of
 from pagedcore_kernels.cpu.matmul.packed_int8 import fewest_tile_rows, form_of_int8_product
 from support.families import VOCAB, tiny_model
 from support.largest_floats import LargestFloats
@@ -65,6 +66,9 @@ def test_weights_are_the_numbers_of_the_format(kind: str, tmp_path: Path) -> Non
         order = torch.arange(shape[1]) if weight.order is None else weight.order
         assert (weight.order is not None) == kind.endswith("-order")
         assert torch.equal(numbers, model.get_submodule(name).weight[:, order])
+        chosen = rows_of(weight, [7, 0])
+        assert chosen is not None
+        assert torch.equal(chosen, model.get_submodule(name).weight[[7, 0]])
         if weight.scheme != "w8a8":
             product = weight.product(None)(torch.eye(shape[1]))
             assert torch.allclose(product, model.get_submodule(name).weight.T, atol=1e-6)
