@@ -21,6 +21,7 @@
       * EngineInUse                       the program's: two threads call one Engine at once
       * NoEventLoop (RuntimeError)        the program's: it awaits an engine outside of asyncio
       * WeightsIncomplete                 new weights were written in part: load a whole version, or make a new engine
+      * EngineAsleep                      the engine has given its memory back: call wake()
       * EngineClosed                      the engine was closed; make a new one
           - ForkedProcess  EngineHung
       * RecordingError (ValueError)       a recording is damaged, or cannot be taken again here
@@ -425,6 +426,15 @@ class WeightsIncomplete(PagedcoreError):
             "weights incomplete: a load of new weights in place broke off after its first write. Load a whole version "
             "with new_weights(), or make a new engine."
         )
+
+
+class EngineAsleep(PagedcoreError):
+    """The engine sleeps at ``level`` 1, without its KV pool, or 2, without its weights too; nothing was taken."""
+
+    def __init__(self, level: int) -> None:
+        self.level = level
+        gone = "its KV pool" if level == 1 else "its KV pool and its weights"
+        super().__init__(f"this engine sleeps (level {level:d}): it has given {gone} back. Call wake() first.")
 
 
 class EngineClosed(PagedcoreError):

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from pagedcore.errors import (
     DeadlineMissed,
+    EngineAsleep,
     EngineClosed,
     EngineOverloaded,
     GrammarFailed,
@@ -122,5 +123,6 @@ _STATUSES: Final[tuple[tuple[type[Exception], HTTPStatus, int | None], ...]] = (
     (NotServing, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_ELSEWHERE_S),
     (EngineClosed, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_ELSEWHERE_S),
     (WeightsIncomplete, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_ELSEWHERE_S),
+    (EngineAsleep, HTTPStatus.SERVICE_UNAVAILABLE, RETRY_ELSEWHERE_S),
     (RequestTimeout, HTTPStatus.GATEWAY_TIMEOUT, None),
 )

@@ -44,6 +44,7 @@ from pagedcore_openai.page import Live, Page, page_files
 from pagedcore_openai.pooled import Pooled
 from pagedcore_openai.responses import ResponseCall
 from pagedcore_openai.service import SaltHook, Service
+from pagedcore_openai.sleep import IsSleeping, Sleep, WakeUp
 from pagedcore_openai.tenants import ApiKeys, Browsers
 from pagedcore_openai.weights import UpdateWeights
 
@@ -80,6 +81,9 @@ _ROUTES: Final[tuple[tuple[str, str, Any], ...]] = (
     ("POST", "/load_lora_adapter", LoadAdapter),
     ("POST", "/unload_lora_adapter", UnloadAdapter),
     ("POST", "/update_weights", UpdateWeights),
+    ("POST", "/sleep", Sleep),
+    ("POST", "/wake_up", WakeUp),
+    ("GET", "/is_sleeping", IsSleeping),
 )
 _STAINLESS: Final = ("Arch", "Async", "Custom-Poll-Interval", "Helper", "Helper-Method", "Lang", "OS",
                      "Package-Version", "Poll-Helper", "Raw-Response", "Read-Timeout", "Retry-Count", "Runtime",
@@ -110,9 +114,12 @@ class OpenAIApp(Starlette):
         self._owned = owned
         for one in service.models.values():
             engine_metrics(one.engine)
+        # Safety: without an admin key, anybody who calls could let all others wait.
+        has_no_admin = service.api_keys is None or not service.api_keys.has_admin
         hidden = {Metrics: not service.shows_metrics, Recording: not service.shows_recordings,
                   LoadAdapter: not service.adapter_roots, UnloadAdapter: not service.adapter_roots,
-                  UpdateWeights: service.weights_dir is None}
+                  UpdateWeights: service.weights_dir is None,
+                  Sleep: has_no_admin, WakeUp: has_no_admin, IsSleeping: has_no_admin}
         routes = [Route(prefix + path, endpoint, methods=[method])
                   for method, path, make in _ROUTES if not hidden.get(make, False)
                   for endpoint in (make(service),) for prefix in ("", "/v1")]

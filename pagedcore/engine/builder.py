@@ -90,6 +90,7 @@ class EngineComponents:
     hooks: EngineHooks
     info: EngineInfo
     kv_bytes: int
+    memory: KVMemory
     store: CacheStore | None
     fingerprint: ModelFingerprint
     kv_format: str
@@ -198,7 +199,7 @@ def _assemble(
         observers = *observers, laws
     return EngineComponents(
         config, input_processor, kv_cache, scheduler, runner, hooks, info,
-        memory.num_bytes, store, backend_fingerprint(backend), form,
+        memory.num_bytes, memory, store, backend_fingerprint(backend), form,
         _identity(backend, form, info.max_model_len, tokenizer, config.chat_template, defaults),
         _chat_format(manager.registry, config, text), adapters,
         backend.num_short_tokens if isinstance(backend, HasShortContext) else None, observers, speculation,

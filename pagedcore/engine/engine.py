@@ -22,6 +22,7 @@ from pagedcore.engine.adapter_verbs import LoadsAdapters
 from pagedcore.engine.calibration import calibrate
 from pagedcore.engine.judging import JudgesTexts
 from pagedcore.engine.new_weights import NewWeights, Running, Way, WeightsHolder
+from pagedcore.engine.sleeping import Sleeps
 from pagedcore.engine.step import StepRunner
 from pagedcore.engine.step_report import StepReport
 from pagedcore.engine.wait_log import WaitLog
@@ -71,7 +72,7 @@ _take_recording: Callable[..., Callable[[str | os.PathLike[str]], None]] = deleg
     "pagedcore.analysis.recorder.dumps", "take_recording")
 
 
-class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
+class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
     """Continuous batching over a paged KV pool, one ``step()`` at a time.
 
     One thread at a time: another one's call raises ``EngineInUse``. ``AsyncEngine`` is for callers on several threads.
@@ -121,8 +122,7 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
         """For ``new_weights``."""
         parking = Parking(
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
-            self.clock, self._steps.change, components.num_short_tokens,
-        )
+            self.clock, self._steps.change, components.num_short_tokens)
         self.sessions = SessionStore(
             self.accept, self._step_or_sleep, self.input_processor, self.requests, parking, components.fingerprint,
             config.session_secret,
@@ -491,6 +491,9 @@ class Engine(JudgesTexts, LoadsAdapters, TextVerbs):
         self._require_open()
         if self.sessions.parking.next_expiry_s < math.inf:
             self.sessions.parking.expire()
+        if self.sleep_level:
+            # Why: there is no request, and observers would look at blocks that have no memory.
+            return self._outputs.take_untold()
         if is_observed := self.hooks.observes_steps:
             self._report.begin()
         try:

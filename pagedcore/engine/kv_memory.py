@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from pagedcore.config.engine_config import EngineConfig
-from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, format_memory, parse_memory
+from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, MemoryLease, format_memory, parse_memory
 from pagedcore.errors import InvalidConfig
 from pagedcore.execution.machine import free_memory_bytes
 from pagedcore.protocols import HostsKVPool, MeasuresSteps, MovesKVBlocks
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pagedcore")
 
+Leased = Literal["kv", "weights"]
 DEFAULT_MEMORY_SHARE: Final = 0.3
 """Share of a machine's free memory that a KV pool takes at most when nothing is said; pages count once touched."""
 
@@ -31,7 +32,7 @@ DEFAULT_MEMORY_SHARE: Final = 0.3
 class KVMemory:
     """The KV pool of one engine, allocated in its backend.
 
-    Invariant: what was drawn from a budget goes back when the pool is closed or lost, and not before.
+    Invariant: what was drawn from a budget goes back when the pool is closed or lost, or ``give_back`` is called.
     """
 
     def __init__(
@@ -53,6 +54,11 @@ class KVMemory:
         self._block_bytes = self._own_bytes + (beside.kv_block_bytes(self.block_size) if beside is not None else 0)
         self._weight_bytes = draft.weight_bytes if draft is not None else 0
         self._length = context_length(backend.max_model_len, config)
+        self.backends = (backend,) if draft is None else (backend, draft.backend)
+        """What has a pool: the model, and one that guesses."""
+        self._budget: MemoryBudget | None = None
+        self._drawn: dict[Leased, int] = {}
+        self._leases: dict[Leased, MemoryLease] = {}
         free_bytes, self.num_host_blocks = pool.free_kv_bytes(), self._choose_num_host_blocks(config)
         with ExitStack() as undo:
             self.num_blocks = self._choose_num_blocks(backend, config, free_bytes, undo)
@@ -76,6 +82,17 @@ class KVMemory:
         Why: the backend may belong to the caller, and have another engine's pool by the time of a second call.
         """
         self._undo.close()
+
+    def give_back(self, what: Leased) -> None:
+        """Give back what was drawn from a budget, for "kv" or for "weights"; nothing if there is none of it."""
+        if (lease := self._leases.pop(what, None)) is not None:
+            lease.close()
+
+    def draw_again(self) -> None:
+        """Draw what ``give_back`` has given. Raises ``MemoryBudgetExceeded``; then the caller gives back all again."""
+        for what, num_bytes in self._drawn.items():
+            if self._budget is not None and what not in self._leases:
+                self._leases[what] = self._budget.draw(num_bytes)
 
     def _choose_num_host_blocks(self, config: EngineConfig) -> int:
         free_bytes = free_memory_bytes()
@@ -121,11 +138,14 @@ class KVMemory:
                     f"{num_bytes // unit}, this engine's share of the memory budget."
                 )
             source = source.budget
+        self._budget = source
+        # Why not a method: what has a cycle goes to the garbage collector, and its bytes are missed until then.
+        undo.callback(_close_all, self._leases)
         if self._weight_bytes:
-            undo.callback(source.draw(self._weight_bytes).close)
+            self._leases["weights"], self._drawn["weights"] = source.draw(self._weight_bytes), self._weight_bytes
         at_most = wanted if wanted is not None else self._useful_blocks(config)
         lease = source.draw((wanted or 1) * unit, at_most * unit, unit=unit)
-        undo.callback(lease.close)
+        self._leases["kv"], self._drawn["kv"] = lease, lease.num_bytes
         return lease.num_bytes // unit
 
     def _whole_blocks(self, num_bytes: int) -> int:
@@ -152,6 +172,11 @@ class KVMemory:
                 "KV pool: its %s are more than the %s of memory that were free; lower kv_cache_memory or num_kv_blocks",
                 format_memory(num_bytes), format_memory(free_bytes),
             )
+
+
+def _close_all(leases: dict[Leased, MemoryLease]) -> None:
+    while leases:
+        leases.popitem()[1].close()
 
 
 def _pool_of(backend: ModelBackend) -> HostsKVPool:

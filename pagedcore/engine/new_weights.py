@@ -79,6 +79,11 @@ class NewWeights:
     def __enter__(self) -> Self:
         self._holder.claim()
         self._is_open = True
+        try:
+            self._engine.requests.require_awake()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def load(self, weights: Weights) -> None:

@@ -25,7 +25,8 @@ BlockPairs = Sequence[tuple[int, int]]
 class KVPool:
     """The pool of one model, and the host slab next to it; a ``CacheStore``.
 
-    Invariant: ``pool`` is allocated once and stays until ``close``, so attention backends may keep its address.
+    Invariant: ``pool`` is allocated once and stays until ``close``, so attention backends may keep its address; what
+    ``open_again`` makes is another one.
     """
 
     def __init__(self, layout: BlockLayout, num_blocks: int, device: torch.device | str = "cpu") -> None:
@@ -36,6 +37,7 @@ class KVPool:
         """
         self.layout, self.block_bytes = layout, layout.block_bytes
         self.num_bytes = num_blocks * layout.block_bytes
+        self._num_blocks, self._num_host_blocks = num_blocks, 0
         self.pool: torch.Tensor = _allocate(layout, num_blocks, device, "num_kv_blocks", "kv_cache_memory")
         self._host: torch.Tensor | None = None
         self._num_populated = 0
@@ -48,6 +50,7 @@ class KVPool:
             InvalidConfig: the memory for them cannot be had.
         """
         self._host = _allocate(self.layout, num_blocks, "cpu", "host_kv_memory", "host_kv_memory")
+        self._num_host_blocks = num_blocks
         # Why: the first touch of a page takes several times as long as a transfer; it would make transfers look slow,
         # and happen between two steps.
         populate(self._host)
@@ -68,6 +71,17 @@ class KVPool:
 
         # Why on the CPU: a device that has failed makes no tensor.
         self.pool, self._host = torch.empty(0, dtype=torch.uint8), None
+
+    def open_again(self) -> None:
+        """Allocate on the CPU what ``close`` has freed, with whatever bytes. Raises ``InvalidConfig``: closed then."""
+        try:
+            self.pool = _allocate(self.layout, self._num_blocks, "cpu", "num_kv_blocks", "kv_cache_memory")
+            self._num_populated = 0
+            if self._num_host_blocks:
+                self.allocate_host(self._num_host_blocks)
+        except BaseException:
+            self.close()
+            raise
 
     def copy_blocks(self, pairs: BlockPairs) -> None:
         """Copy device blocks (source, destination)."""

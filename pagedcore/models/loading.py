@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -128,12 +128,14 @@ def _backend(
     from pagedcore.models.checkpoints.pretrained import as_refusals
     from pagedcore.models.checkpoints.quantized import stored_format
     from pagedcore.models.linears.stored_weight import has_unpacked, shapes_of_tensors, tied_names
+    from pagedcore.models.origin import weight_files
     from pagedcore.models.transformers_model import TransformersModel
 
     # Why: all that can be refused without the model is, before it is loaded.
     device = devices.find_device(config.device)
     name, attention = _attention(config, device, load, None if is_named else model)
     model = model_source(model) if is_named else model
+    files = weight_files(model) if is_named else {}
     stored = stored_format(model) if is_named else None
     is_quantized = stored is not None and stored.scheme != "none"
     quantization = _quantization(config, stored if is_quantized else None)
@@ -162,7 +164,8 @@ def _backend(
             succession=succession,
         )
     give_back_freed()
-    _note_origin(backend, packed, quantization, config, load, weights, is_quantized=is_quantized)
+    found = os.path.abspath(given) if is_named else None, files
+    _note_origin(backend, packed, quantization, config, load, (*weights, *found), is_quantized=is_quantized)
     _tell_of_texts(backend, given, heads, config.trust_remote_code)
     if not is_named and given is not model:
         take_whole(given)
@@ -192,9 +195,11 @@ def _of_files(
 
 def _note_origin(
     backend: TransformersModel, packed: PackedFile | None, scheme: str, config: EngineConfig, load: Loader,
-    weights: tuple[Mapping[str, tuple[int, ...]], Mapping[str, str]], *, is_quantized: bool,
+    weights: tuple[Any, ...], *, is_quantized: bool,
 ) -> None:
-    """Tell a backend how its weights were loaded, and which model packed ones are."""
+    """Tell a backend how its weights were loaded, and which model packed ones are; ``weights`` are the last fields of
+    an ``Origin``.
+    """
     from pagedcore.models.checkpoints.packed_model import identity_of
     from pagedcore.models.origin import Origin
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -111,9 +112,12 @@ def _made(
             begin()
 
         new: TransformersModel = origin.load_files(source, check, Succession(old, on_packed))
+        read: Origin = new.origin or origin
+        present = replace(origin, source=read.source, files=read.files)
     else:
         new = _of_tensors(old, origin, source, begin, on_packed)
-    new.origin, new.text_head, new.pair_defaults = origin, old.text_head, old.pair_defaults
+        present = replace(origin, source=None, files={})
+    new.origin, new.text_head, new.pair_defaults = present, old.text_head, old.pair_defaults
     new.embedding_defaults = old.embedding_defaults
     return new
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     import torch
+
+_SUFFIXES: Final = frozenset({".safetensors", ".gguf", ".bin", ".json"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,3 +41,17 @@ class Origin:
     """Of the tensors of the model as it was loaded."""
     tied: Mapping[str, str]
     """Further names of tied ones, and the name that is in ``shapes``."""
+    source: str | None = None
+    """The directory or GGUF file that they were read from; ``None``: they were given in memory."""
+    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Bytes and time of the last change, in nanoseconds, of every file with weights there, before they were read."""
+
+
+def weight_files(source: str) -> dict[str, tuple[int, int]]:
+    """Return what ``Origin.files`` is of a source now, as far as its files can be looked at."""
+    place, found = Path(source), dict[str, tuple[int, int]]()
+    with suppress(OSError):
+        for one in [place] if place.is_file() else [one for one in place.iterdir() if one.suffix in _SUFFIXES]:
+            known = one.stat()
+            found[one.name] = known.st_size, known.st_mtime_ns
+    return found

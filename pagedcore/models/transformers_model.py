@@ -242,6 +242,18 @@ class TransformersModel:
             self._adapted.leave()
             self._adapted = None
 
+    def suspend_kv(self) -> None:
+        """Free the memory of the KV pool, whose blocks are lost; the pool stays this backend's. For a CPU."""
+        self._attention = None
+        if self.cache_store is not None:
+            self.cache_store.close()
+
+    def resume_kv(self) -> None:
+        """Allocate what ``suspend_kv`` has freed. Raises ``InvalidConfig`` if there is not enough memory."""
+        if self.cache_store is not None:
+            self.cache_store.open_again()
+            self._attention = self._attention_factory(self.cache_store.layout, self.cache_store.pool)
+
     @property
     def why_no_adapters(self) -> str:
         """Why rows can have no adapters; "" if they can. See ``TakesAdapters``."""
@@ -437,6 +449,14 @@ class TransformersModel:
             num_bytes = product.multiply.memory[1]
             del product.multiply
             yield num_bytes
+
+    def lose_weights(self) -> None:
+        """Free all weights, until this backend ``become``s another; what is said about the model stays."""
+        for _ in self.lose_products():
+            pass
+        # Why an empty one: embeddings, norms and whatever else is no product are in the tree of modules.
+        self.model = self._model = torch.nn.Module()
+        self._weights = ownership.TakenWeights(self._model)
 
     def _require_convolutions(self) -> None:
         if not isinstance(self._attention_factory, ConvolvesRows):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
-from pagedcore.errors import InvalidMaxTokens, InvalidRequest, RequestStateError, WeightsIncomplete
+from pagedcore.errors import EngineAsleep, InvalidMaxTokens, InvalidRequest, RequestStateError, WeightsIncomplete
 from pagedcore.lora.registry import AdapterRegistry, LoadedAdapter
 from pagedcore.outputs import FinishReason, RequestMetrics, TokenLogprobs, WeightsVersion
 from pagedcore.protocols import Clock, Constraint
@@ -93,6 +93,8 @@ class RequestTable:
     """What the model computes with."""
     lacks_weights: bool = field(default=False, init=False)
     """Whether it has some of these and some of those, so that every turn is refused."""
+    sleep_level: int = field(default=0, init=False)
+    """As of ``EngineAsleep``, so that every turn is refused; 0: it is awake."""
     _by_id: dict[str, Request] = field(default_factory=dict, init=False)
     _labels: set[tuple[bytes, str | None]] = field(default_factory=set, init=False)
     _arrivals: Iterator[int] = field(default_factory=lambda: count(1), init=False)
@@ -286,7 +288,13 @@ class RequestTable:
             raise RequestStateError("extend", "running", "finished", "Step until is_done, or abort it.")
         return request.sequences[index_of_completion(index, len(request.sequences))]
 
+    def require_awake(self) -> None:
+        """Raise ``EngineAsleep`` if the engine is."""
+        if self.sleep_level:
+            raise EngineAsleep(self.sleep_level)
+
     def _require_weights(self) -> None:
+        self.require_awake()
         if self.lacks_weights:
             raise WeightsIncomplete
 

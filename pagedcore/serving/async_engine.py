@@ -35,6 +35,7 @@ from pagedcore.serving.async_adapters import AsyncAdapters
 from pagedcore.serving.async_calls import AsyncCalls
 from pagedcore.serving.async_embedding import AsyncEmbeddings
 from pagedcore.serving.async_session import AsyncSession
+from pagedcore.serving.async_sleep import AsyncSleep
 from pagedcore.serving.async_weights import AsyncNewWeights
 from pagedcore.serving.commands import Commands, Places
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
@@ -57,7 +58,7 @@ _quote: Callable[..., Coroutine[Any, Any, Quote]] = delegate("pagedcore.analysis
 
 
 class AsyncEngine(
-    AsyncCalls, AsyncEmbeddings, AsyncAdapters, AbstractContextManager["AsyncEngine"],
+    AsyncCalls, AsyncEmbeddings, AsyncAdapters, AsyncSleep, AbstractContextManager["AsyncEngine"],
     AbstractAsyncContextManager["AsyncEngine"],
 ):
     """Continuous batching for concurrent callers.
@@ -146,7 +147,7 @@ class AsyncEngine(
         Staged weights are made ready on another thread, while the engine serves. With "wait" requests that come
         meanwhile are held until the others have ended; turns of sessions that begin meanwhile are waited for too.
         """
-        return AsyncNewWeights(self.call, self._hold, version, running, way)
+        return AsyncNewWeights(self.call, self._when_settled, version, running, way)
 
     def _hold(self, is_held: bool) -> None:
         with suppress(EngineClosed):

@@ -8,25 +8,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pagedcore.engine.new_weights import NewWeights, Running, Way
 
 if TYPE_CHECKING:
     from pagedcore.models.new_weights import Weights
 
-_LOOK_S: Final = 0.005
-"""Seconds between two looks whether requests have ended."""
-
 
 class AsyncNewWeights:
     """As ``NewWeights``, to be awaited; made by ``AsyncEngine.new_weights``."""
 
     def __init__(
-        self, call: Callable[..., Any], hold: Callable[[bool], None], version: str, running: Running, way: Way
+        self, call: Callable[..., Any], when_settled: Callable[..., Any], version: str, running: Running, way: Way
     ) -> None:
-        """Take ``AsyncEngine.call``, what holds requests that come, and the arguments of ``Engine.new_weights``."""
-        self._call, self._hold, self._arguments = call, hold, (version, running, way)
+        """Take ``AsyncEngine.call``, what calls until it is done, and the arguments of ``Engine.new_weights``."""
+        self._call, self._settled, self._arguments = call, when_settled, (version, running, way)
         self._load: NewWeights | None = None
 
     async def __aenter__(self) -> Self:
@@ -67,11 +64,4 @@ class AsyncNewWeights:
             change()
             return True
 
-        if load.waits:
-            self._hold(True)
-        try:
-            while not await self._call(try_it):
-                await asyncio.sleep(_LOOK_S)
-        finally:
-            if load.waits:
-                self._hold(False)
+        await self._settled(try_it, is_held=load.waits)

@@ -118,7 +118,8 @@ class EngineLoop:
         self._held: OrderedDict[OutputSink, tuple[ProcessedRequest, float]] = OrderedDict()
         self._num_finished = engine.num_finished
         self._present: Command | None = None
-        self._is_stopping = self._has_idle_work = self._is_holding = False
+        self._is_stopping = self._has_idle_work = False
+        self._num_holding = 0
 
     def run(self) -> None:
         """Serve until ``stop``; whatever happens, every sink gets its end and the engine is closed."""
@@ -168,8 +169,14 @@ class EngineLoop:
             self._admit(processed, sink)
 
     def hold(self, is_held: bool) -> None:
-        """Hold requests that come from now on, or no longer; their time limits go on."""
-        self._is_holding = is_held
+        """Hold requests that come from now on, until each caller has said that it holds them no longer; their time
+        limits go on.
+        """
+        self._num_holding += 1 if is_held else -1
+
+    @property
+    def _is_holding(self) -> bool:
+        return self._num_holding > 0 or self.engine.sleep_level > 0
 
     def serve(self, begin: Callable[[], Request], sink: OutputSink) -> None:
         """Begin a request or a session's turn for a sink, or end the sink with the reason."""

@@ -95,6 +95,8 @@ class Parking:
     """Makes what is done within it complete or undone, and keeps other threads out."""
     num_short_tokens: int | None = None
     """As of a ``Sequence``."""
+    is_asleep: bool = field(default=False, init=False)
+    """Whether there is no memory for blocks: files stay, and nothing is loaded from them."""
     _parked: dict[int, _Parked] = field(default_factory=dict, init=False)
     num_renewals: int = field(default=0, init=False)
     """How often all KV became worthless."""
@@ -122,7 +124,7 @@ class Parking:
     def has_room_on_host(self, sequence: Sequence) -> bool:
         """Whether there is a host tier, and a further parked sequence may pin its blocks there."""
         host = self.scheduler.kv_cache.host
-        if not host.num_blocks:
+        if self.is_asleep or not host.num_blocks:
             return False
         kept = host.blocks_kept_for(self._parked.keys())
         # Why: counted as if it shared no block, which saves a look-up of each.
@@ -188,6 +190,8 @@ class Parking:
 
     def load_kv(self, sequence: Sequence, kv: KVCopy) -> int:
         """Put copied blocks into the prefix cache as far as the device has room; return the positions there now."""
+        if self.is_asleep:
+            return 0
         with self.change():
             return self._load_kv(sequence, kv)
 
