@@ -35,7 +35,8 @@ class AdaptedProducts:
         head = model.get_output_embeddings()
         inside = {name: one for name, one in linear.items()
                   if one is not head and "experts" not in name.split(".") and _format(one) in _FORMATS}
-        self._decoder, self._max_adapters, self._max_rank = decoder, max_adapters, max_rank
+        self._decoder: AdaptedDecoder | None = decoder
+        self._max_adapters, self._max_rank = max_adapters, max_rank
         self._products: list[PackedLinear] = []
         numbers, layers = dict[int, int](), dict[str, AdaptedLayer]()
         for name in sorted(decoder.adapted(inside)):
@@ -68,10 +69,14 @@ class AdaptedProducts:
         return other
 
     def leave(self) -> None:
-        """Let go of all slots; the decoder computes as it did before."""
+        """Let go of the products and the decoder, which computes as it did before; slots keep their adapters, for
+        ``moved``.
+        """
         for product in self._products:
             product.update = None
-        self._decoder.use_adapters(None)
+        if self._decoder is not None:
+            self._decoder.use_adapters(None)
+        self._products, self._decoder = [], None
 
 
 def why_no_adapters(model: Any, decoder: Decoder, device: str) -> str:

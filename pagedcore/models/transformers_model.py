@@ -452,6 +452,8 @@ class TransformersModel:
 
     def lose_weights(self) -> None:
         """Free all weights, until this backend ``become``s another; what is said about the model stays."""
+        if self._adapted is not None:
+            self._adapted.leave()
         for _ in self.lose_products():
             pass
         # Why an empty one: embeddings, norms and whatever else is no product are in the tree of modules.

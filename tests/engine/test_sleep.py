@@ -27,6 +27,7 @@ from pagedcore.errors import (
 from pagedcore.models import new_weights
 from support.changed_demo import changed_weights, write_demo
 from support.engine_builders import make_engine
+from support.lora_directories import random_matrices, write_adapter
 
 PROMPT = list(range(40, 80))
 DRAWN = SamplingParams(max_tokens=12, temperature=1.0, seed=5, logprobs=2, ignore_eos=True)
@@ -130,6 +131,33 @@ def test_memory_is_given_back_and_drawn_again(budget: MemoryBudget, engine: Engi
     assert budget.left_bytes == total
     with pytest.raises(EngineClosed):
         engine.wake()
+
+
+@pytest.mark.parametrize("settings", [
+    {"speculative_model": "demo"}, {"adapters": "one"}, {"quantization": "w8a8"}, {"dtype": "float32"},
+    {"linear_backend": "onednn"},
+], ids=lambda settings: next(iter(settings)))
+def test_every_kind_of_weights_comes_back(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Those of a model that guesses with their bytes in the budget, of adapters, quantised ones, and other products."""
+    lora = settings.get("adapters")
+    if lora:
+        sizes = {f"model.layers.{layer}.self_attn.o_proj": (192, 192) for layer in range(4)}
+        settings = {"adapters": {lora: str(write_adapter(tmp_path, random_matrices(sizes, 4, 1), rank=4))}}
+    budget = MemoryBudget("2GiB" if lora else "64MiB")
+    with Engine.from_pretrained("demo", max_num_seqs=4, kv_cache_memory=budget, check_invariants=True, num_kv_blocks=32,
+                                **settings, **({"adapter_memory": "8MiB"} if lora else {})) as engine:
+        def told() -> Any:
+            outputs = engine.generate([PROMPT, PROMPT[:9]], DRAWN, **({"lora": lora} if lora else {}))
+            return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in outputs]
+
+        before, left, asleep = told(), budget.left_bytes, list[int]()
+        for _ in range(2):
+            engine.sleep(2)
+            assert budget.left_bytes == budget.total_bytes - (2**23 if lora else 0)
+            asleep.append(num_large_tensors())
+            engine.wake()
+            assert (told(), budget.left_bytes) == (before, left)
+        assert asleep[0] == asleep[1] < num_large_tensors() / 2
 
 
 @pytest.mark.parametrize("running", ["wait", "abort"])
