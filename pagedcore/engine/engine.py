@@ -491,7 +491,7 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         self._require_open()
         if self.sessions.parking.next_expiry_s < math.inf:
             self.sessions.parking.expire()
-        if self.sleep_level:
+        if self.requests.sleep_level:
             # Why: there is no request, and observers would look at blocks that have no memory.
             return self._outputs.take_untold()
         if is_observed := self.hooks.observes_steps:

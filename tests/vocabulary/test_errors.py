@@ -45,6 +45,7 @@ MADE: list[PagedcoreError] = [
     errors.EngineInUse("one", "two"), errors.NoEventLoop(), errors.ForkedProcess(1), errors.EngineHung(1.0),
     errors.RecordingError("it is damaged"), errors.RecordingMismatch("another model"),
     errors.AdaptersBusy("2 are being read"), errors.AdapterMismatch("aa", "", "fr"), errors.WeightsIncomplete(),
+    errors.EngineAsleep(2),
 ]
 """One of each kind whose constructor makes its text, as the engine makes them."""
 
