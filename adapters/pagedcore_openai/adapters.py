@@ -7,6 +7,7 @@ one of the operator's roots; without roots there are no such routes.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -28,7 +29,7 @@ _FORM: Final = known.Form(frozenset({"lora_name", "lora_path", "load_inplace", "
 
 def roots_of(given: Collection[str]) -> tuple[Path, ...]:
     """Return the directories below which adapters may be. Raises ``InvalidConfig`` for one that is not there."""
-    roots = tuple(Path(one).resolve() for one in given)
+    roots = tuple(Path(os.path.realpath(one)) for one in given)
     if missing := [place for place, root in enumerate(roots, start=1) if not root.is_dir()]:
         raise InvalidConfig(f"adapter_roots: number {missing[0]} is no directory.")
     return roots
@@ -36,13 +37,15 @@ def roots_of(given: Collection[str]) -> tuple[Path, ...]:
 
 def below_roots(path: object, roots: Collection[Path]) -> Path:
     """Return the directory that a body names, links followed. Raises ``InvalidAdapter`` unless it is below a root."""
-    if not isinstance(path, str) or not path or "\0" in path or len(path) > 4096:
+    if not isinstance(path, str) or not path:
         raise InvalidAdapter("lora_path", path, "the path of a directory below an adapter root")
     for root in roots:
-        place = (root / path).resolve()
-        # Safety: links are followed first, so that none leads out of the root.
-        if place != root and place.is_relative_to(root) and place.is_dir():
-            return place
+        # Why these functions: they raise nothing for a name that is too long or no text, or for links in a circle.
+        if os.path.isdir(root / path):
+            # Safety: links are followed first, so that none leads out of the root.
+            place = Path(os.path.realpath(root / path))
+            if place != root and place.is_relative_to(root):
+                return place
     # Safety: the same for what is not there and what is elsewhere, so that nothing is told of other files.
     raise InvalidAdapter("lora_path", path, "a directory below an adapter root", "The operator names the roots.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from http import HTTPStatus
 from pathlib import Path
@@ -56,7 +57,7 @@ def place_of(directory: Path | None, name: Any) -> Path:
     """Return the directory or GGUF file of a name in the operator's directory. Raises ``InvalidRequest``."""
     # Safety: no name leads out of the directory, and no link in it does.
     if directory is not None and isinstance(name, str) and _NAME.fullmatch(name):
-        place, parent = (directory / name).resolve(), directory.resolve()
+        place, parent = (Path(os.path.realpath(one)) for one in (directory / name, directory))
         if place.parent == parent and (place.is_dir() or place.suffix == ".gguf") and place.exists():
             return place
     raise InvalidRequest("weights", name, "the name of a directory, or of a GGUF file, in the directory of weights")

@@ -187,9 +187,10 @@ class AdapterRegistry:
 
 
 def _directory(given: str | os.PathLike[str]) -> Path:
-    if not isinstance(given, str | os.PathLike) or "\0" in os.fspath(given):
+    named = os.fspath(given) if isinstance(given, str | os.PathLike) else given
+    if not isinstance(named, str):
         raise InvalidAdapter("directory", given, "the path of a directory")
-    place = Path(given).absolute()
-    if not place.is_dir():
-        raise InvalidAdapter("directory", str(given), "an existing directory with adapter_config.json")
-    return place
+    # Why not the method of a path: it raises for a name that is too long, and for a directory that may not be read.
+    if not os.path.isdir(named):
+        raise InvalidAdapter("directory", named, "an existing directory with adapter_config.json")
+    return Path(named).absolute()

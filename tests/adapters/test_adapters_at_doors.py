@@ -100,6 +100,7 @@ async def test_only_the_admin_loads_and_only_below_a_root(tmp_path: Path) -> Non
     root = tmp_path / "root"
     async with served(tmp_path, api_keys=ApiKeys([ONE], ADMIN), adapter_roots=[str(root)]) as app:
         (root / "link").symlink_to(tmp_path / "elsewhere")
+        (root / "circle").symlink_to("circle")
         load = {"lora_name": "new", "lora_path": "new"}
 
         async def ask(path: str, key: str, body: Any) -> int:
@@ -108,7 +109,7 @@ async def test_only_the_admin_loads_and_only_below_a_root(tmp_path: Path) -> Non
         assert await ask("/v1/load_lora_adapter", ONE, load) == 403
         assert await ask("/v1/load_lora_adapter", "x", load) == 401
         for path in ("../elsewhere", str(tmp_path / "elsewhere"), "link", "", ".", "none", "new/../..", "a\0b", 7,
-                     None):
+                     None, "circle", "circle/new", "a" * 300, "a/" * 5000, "a\ud800"):
             assert await ask("/v1/load_lora_adapter", ADMIN, {"lora_name": "x", "lora_path": path}) == 400
         for name in ("../x", "a:b", "", 7):
             assert await ask("/v1/load_lora_adapter", ADMIN, {"lora_name": name, "lora_path": "new"}) == 400

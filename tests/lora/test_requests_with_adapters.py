@@ -41,6 +41,13 @@ def places(tmp_path: Path) -> dict[str, str]:
     return {name: write_adapter(tmp_path / name, seed) for name, seed in NAMES.items()}
 
 
+class Bytes(os.PathLike[bytes]):
+    """A path in bytes."""
+
+    def __fspath__(self) -> bytes:
+        return b"bytes"
+
+
 def engine_with(places: dict[str, str], backend: AdaptedBackend | None = None, **settings: Any) -> Engine:
     """An engine with two slots."""
     given = {"adapters": places, "max_adapters": 2, "adapter_memory": 1000, **settings}
@@ -94,6 +101,16 @@ def test_a_name_cannot_be_a_path(places: dict[str, str], name: Any) -> None:
         if name is not None:
             with pytest.raises(InvalidRequest):
                 engine.add_request(PROMPT, SIX, lora=name)
+
+
+@pytest.mark.parametrize("path", [
+    "a" * 300, "a/" * 5000, "a\0b", "a\ud800", "circle", "circle/in", b"bytes", Bytes(), 7, None,
+], ids=lambda path: repr(path)[:9])  # fmt: skip
+def test_a_directory_is_whatever_a_caller_says(tmp_path: Path, path: Any) -> None:
+    """Also what is no path, or none that can be looked at."""
+    (tmp_path / "circle").symlink_to("circle")
+    with engine_with({}) as engine, pytest.raises(InvalidAdapter, match="directory"):
+        engine.load_adapter("x", str(tmp_path / path) if isinstance(path, str) else path)
 
 
 def test_a_name_that_is_loaded_again_is_another_adapter_for_new_requests_only(

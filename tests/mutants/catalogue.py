@@ -521,7 +521,7 @@ UPDATES = (
            "if not tensor.isfinite().all():", "if False:",
            _FILES + "tensors_that_are_not_the_adapters_are_refused[NaN]"),
     Mutant("A link leads out of an adapter's directory.", "pagedcore/models/lora/adapter_file.py",
-           "if not any(path.resolve().is_relative_to(home) for home in homes):", "if not homes:",
+           "if not any(place.is_relative_to(home) for home in homes):", "if not homes:",
            _FILES + "files_that_are_none_are_refused"),
     Mutant("A head may describe bytes twice.", "pagedcore/models/lora/adapter_file.py",
            "            if one.begin != end:\n", "            if one.begin > end:\n",

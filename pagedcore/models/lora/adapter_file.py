@@ -127,10 +127,12 @@ def config_bytes(directory: Path) -> bytes:
 
 def _opened(directory: Path, name: str, most_bytes: int) -> int:
     """Open a file of the directory, or of the hub's cache that it is a part of."""
-    path, own = directory / name, directory.resolve()
+    path, own = directory / name, Path(os.path.realpath(directory))
     homes = [own, own.parent.parent / "blobs"] if own.parent.name == "snapshots" else [own]
     # Safety: whoever may write to the directory shall not have files read that only this process may read.
-    if not any(path.resolve().is_relative_to(home) for home in homes):
+    # Why not the method of a path: it raises an error of its own for links in a circle.
+    place = Path(os.path.realpath(path))
+    if not any(place.is_relative_to(home) for home in homes):
         raise refused(name, "a link out of its directory", "a file in it")
     try:
         # Why not to block: a pipe has no end that opens it.

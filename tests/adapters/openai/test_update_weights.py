@@ -55,6 +55,7 @@ def folder(tmp_path: Path) -> Path:
             tensors["model.norm.weight"].fill_(float("nan"))
         save_file(tensors, place / "model.safetensors", {"format": "pt"})
     os.symlink(tmp_path / "outside", root / "link")
+    os.symlink("circle", root / "circle")
     return root
 
 
@@ -64,7 +65,7 @@ async def test_admins_load_by_name_and_answers_say_so(folder: Path) -> None:
         assert (await app.call(PATH, {"weights": "7"}, headers=with_key(ADMIN))).status == 404
     async with opened(folder) as app:
         assert (await app.call(PATH, {"weights": "7"}, headers=with_key(ONE))).status == 403
-        for name in ("../outside", "link", ".", "", "8", "7/config.json", 7, None):
+        for name in ("../outside", "link", "circle", ".", "", "8", "7/config.json", 7, None):
             assert (await app.call(PATH, {"weights": name}, headers=with_key(ADMIN))).status == 400, name
         for further in ({"mode": "now"}, {"in_place": 1}, {"version": "a b"}, {"weights": "damaged"}):
             exchange = await app.call(PATH, {"weights": "7", **further}, headers=with_key(ADMIN))

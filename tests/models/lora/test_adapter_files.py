@@ -227,7 +227,7 @@ def test_a_damaged_head_is_refused(directory: Path, case: str) -> None:
 
 
 def test_files_that_are_none_are_refused(directory: Path, tmp_path: Path) -> None:
-    """No file, a shortened one, a pipe, a directory, a link elsewhere, a pickle, a long configuration."""
+    """No file, a shortened one, a pipe, a directory, a link elsewhere or to itself, a pickle, a long configuration."""
     def refuses(message: str) -> None:
         with pytest.raises(InvalidAdapter, match=message):
             adapter_bytes(directory, model(), 256)
@@ -239,6 +239,10 @@ def test_files_that_are_none_are_refused(directory: Path, tmp_path: Path) -> Non
         refuses("allowed")
     weights.unlink()
     refuses("directory: got none with adapter_model.safetensors")
+    weights.symlink_to(WEIGHTS)
+    with pytest.raises(OSError, match="symbolic links"):
+        adapter_bytes(directory, model(), 256)
+    weights.unlink()
     (directory / "adapter_model.bin").write_bytes(b"")
     refuses("adapter_model.bin.*run code")
     os.mkfifo(weights)
