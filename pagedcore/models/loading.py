@@ -440,13 +440,15 @@ def model_source(model: str | os.PathLike[str], what: str = "model") -> str:
 
     A hub id is looked up on the hub; of a ``ModelName`` once.
     """
-    name = _source(model)
-    if is_gguf(name):
+    try:
+        name = _source(model)
+        is_file, is_directory = Path(name).is_file(), bool(name) and Path(name).is_dir()
+    except OSError as error:
+        raise InvalidConfig(f"{what}: the path cannot be looked at ({error.strerror}); check the path.") from None
+    if is_gguf(name) or is_directory:
         return name
-    if Path(name).is_file():
+    if is_file:
         raise InvalidConfig(f"{what}: got a file, needed is the directory that it is in, or a GGUF file.")
-    if name and Path(name).is_dir():
-        return name
     if _HUB_ID.fullmatch(name):
         return find_on_hub(name, what)
     advice = "~ is not expanded, Path.expanduser() does it" if name.startswith("~") else "check the path"

@@ -220,7 +220,7 @@ print((status() - before) * 1024)
 
 @pytest.mark.parametrize(("name", "words"), [
     ("/no/such/directory", "no directory, and no hub id"), ("./no-such", "check the path"),
-    ("../no-such-model", "check the path"),
+    ("../no-such-model", "check the path"), ("a" * 5000, "cannot be looked at .*too long"),
     ("~/models/llama", "expanduser"), ("", "no directory"), ("C:\\\\models", "no directory"),
     ("https://example.org/owner/name", "owner/name"), ("a/b/c", "owner/name"),
 ])
