@@ -65,9 +65,7 @@ class Sleeps:
             EngineInUse: another thread is in a call of this engine, or weights are being loaded.
             EngineClosed: after ``close()``.
         """
-        self._require_open()
-        level, running = _LEVEL.check("level", level), _ENDING.check("running", running)
-        backends = _sleepers(self, level)
+        backends = self.require_sleep(level, running)
         with self.exclusive():
             self.weights_holder.claim()
             try:
@@ -78,6 +76,13 @@ class Sleeps:
                         give_back(self, backends, level)
             finally:
                 self.weights_holder.release()
+
+    def require_sleep(self, level: Level, running: Ending) -> list[TransformersModel]:
+        """Return the models that would give memory back. Raises what ``sleep`` refuses, but ``EngineInUse``."""
+        self._require_open()
+        _LEVEL.check("level", level)
+        _ENDING.check("running", running)
+        return _sleepers(self, level)
 
     def wake(self) -> None:
         """Take memory again, and read the weights again where they were given back; nothing if it is awake.

@@ -47,6 +47,8 @@ class AsyncSleep:
         running_loop()
 
         def try_it(engine: Engine) -> bool:
+            # Why first: nobody waits for what is refused.
+            engine.require_sleep(level, running)
             if running == "wait" and engine.sleep_level < level and engine.has_pending_requests():
                 return False
             engine.sleep(level, running=running)

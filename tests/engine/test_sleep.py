@@ -60,7 +60,9 @@ def num_large_tensors() -> int:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_it_is_the_same_engine_afterwards(level: Any, engine: Engine, tmp_path: Path) -> None:
+def test_it_is_the_same_engine_afterwards(
+    level: Any, engine: Engine, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Answers, names, sessions wherever they were parked, finished requests that go on, and recordings."""
     with Engine.from_pretrained("demo", max_num_seqs=8) as oracle, oracle.session(DRAWN) as known:
         known.ask(PROMPT)
@@ -83,6 +85,7 @@ def test_it_is_the_same_engine_afterwards(level: Any, engine: Engine, tmp_path: 
             refused()
     assert [engine.step(), engine.idle(), sessions[1].resume()] == [[], False, 0]
     assert sessions[1].park("host") == sessions[1].parked == kept
+    assert "parking" not in caplog.text
     sessions[2].export(tmp_path / "asleep")
     engine.wake()
     engine.wake()
@@ -237,7 +240,8 @@ def test_a_wake_that_breaks_off_leaves_it_asleep(
         raise kind
 
     backend: Any = engine.components.runner.backend
-    for broken, name in ((new_weights, "require_same_form"), (type(backend.cache_store), "open_again")):
+    for broken, name in ((new_weights, "require_same_form"), (type(backend.cache_store), "open_again"),
+                         (type(backend), "become")):
         with monkeypatch.context() as patch:
             patch.setattr(broken, name, fail)
             with pytest.raises(kind):

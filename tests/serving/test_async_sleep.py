@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pagedcore import AsyncEngine, Engine, SamplingParams
-from pagedcore.errors import EngineAsleep, EngineClosed, EngineOverloaded, QueueTimeout
+from pagedcore.errors import EngineAsleep, EngineClosed, EngineOverloaded, InvalidRequest, QueueTimeout
 from pagedcore.models import new_weights
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -58,6 +58,21 @@ def test_requests_before_and_behind_a_sleep_get_their_answers(
             assert [tokens(one) for one in await asyncio.gather(before, *held)] == [expected] * 5
             assert tokens(await session.ask(PROMPT)) == expected
         assert engine.sleep_level == 0
+
+    asyncio.run(go())
+
+
+def test_what_is_refused_is_not_waited_for(engine: AsyncEngine) -> None:
+    """A level that is none, while a request runs."""
+
+    async def go() -> None:
+        running = engine.submit(PROMPT, SamplingParams(max_tokens=900, temperature=0, ignore_eos=True))
+        for wrong in ("2", 3):
+            with pytest.raises(InvalidRequest, match="level"):
+                await engine.sleep(wrong)  # type: ignore[arg-type]
+        assert not running.done()
+        await engine.sleep(running="abort")
+        assert (await running).outputs[0].finish_reason == "abort"
 
     asyncio.run(go())
 
