@@ -172,7 +172,8 @@ def _named_as_modules(model: Any) -> Callable[[str], str]:
 
     def rename(name: str) -> str:
         new = module_name(name)
-        return new if new.partition(".")[0] in parts or body not in parts else f"{body}.{new}"
+        # Why not all: a wrapper's other parts have no name here.
+        return new if not new or new.partition(".")[0] in parts or body not in parts else f"{body}.{new}"
 
     return rename
 

@@ -49,8 +49,7 @@ class PlanState:
         self.blocks, self.host = kv_cache.device, kv_cache.host
         self.running, self.waiting, self.awaiting = list(running), list(waiting), awaiting
         """Who runs, who may start, and the ids of those who wait for their adapters and are not planned for."""
-        self.free = self.blocks.num_available_blocks
-        has_host = self.host.num_blocks > 0
+        self.free, has_host = self.blocks.num_available_blocks, self.host.num_blocks > 0
         self.arriving = self.host.num_leaving_blocks if has_host else 0
         """Blocks that will be available after this step and are not promised yet."""
         self.room_on_host = self.host.num_available_blocks if has_host else 0
