@@ -73,9 +73,12 @@ def visit(browser: Browser, url: str, *, is_quiet: bool = True, **how: Any) -> I
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[str]:
-    """The demo model, slow enough to be watched, with fewer rows and blocks than many requests want."""
+    """The demo model, slow enough to be watched, with fewer rows and blocks than many requests want.
+
+    Without guesses: an answer that another test has had already would come in one step.
+    """
     with (AsyncEngine.from_pretrained("demo", num_kv_blocks=24, block_size=16, max_num_seqs=12, max_num_waiting=256,
-                                      plugins=[Pause(0.02)]) as engine,
+                                      speculation="off", plugins=[Pause(0.02)]) as engine,
           serving(openai_app(engine, name="demo", hosts=LOOPBACK, origins=(), page=True)) as url):
         yield f"{url}/"
 
