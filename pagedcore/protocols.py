@@ -6,7 +6,7 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
                     NamesVariablePart  DecodesGreedily  HasGenerationConfig  ReturnsHidden
                     HasEmbeddingDefaults  HasTextHead  TakesPositionsBack
-                    MayLoseDevice  MeasuresSteps  TakesAdapters
+                    MayLoseDevice  MeasuresSteps  TakesAdapters  KeepsStates
     Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
     attention       AttentionRequirements  StoresInt8, ChecksAhead, ConvolvesRows, TakesKernels (the factory)
                     ShowsKVPool (the backend)
@@ -191,6 +191,37 @@ class HostsKVPool(Protocol):
 
     def release_kv(self) -> None:
         """Free the pool, if there is one."""
+
+
+class StateStore(Protocol):
+    """Reads and writes whole state blocks, between two forwards."""
+
+    def read_states(self, state_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of state blocks, shape [N, state_bytes]."""
+
+    def write_states(self, state_ids: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Overwrite state blocks with bytes that ``read_states`` returned."""
+
+
+@runtime_checkable
+class KeepsStates(Protocol):
+    """A model backend whose layers keep a state of fixed size of each sequence, beside K and V.
+
+    A forward begins each row from the state block in ``state_reads`` of its batch and leaves the state after the row's
+    last token in the one in ``state_writes``. What it reads stays as it is, so that a forward that broke off can be
+    computed again, and the state after a position has the same bits however its tokens came in rows.
+    """
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state block, which has the states of all layers; 0: none of them keeps one after all."""
+
+    def allocate_states(self, num_states: int) -> None:
+        """Make room for so many state blocks; called once, next to ``allocate_kv``, and freed by ``release_kv``."""
+
+    @property
+    def state_store(self) -> StateStore | None:
+        """What moves the blocks, from ``allocate_states`` on; ``None`` if there is nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,21 @@ class RaggedRows(Protocol):
         """Shape [R]; the slot of each row's adapter, 0 for none; ``None``: no row has one."""
         ...
 
+    @property
+    def state_reads(self) -> Int32Array | None:
+        """Shape [R]; the state block that each row begins from, -1 for the zero state of a row that begins at position
+        0; ``None``: the model keeps no states. Several rows may read one block.
+        """
+        ...
+
+    @property
+    def state_writes(self) -> Int32Array | None:
+        """Shape [R]; where the state after each row's last token goes, -1 for nowhere; ``None`` with ``state_reads``.
+
+        A block that is written in a step is read by no row of it, and written by no other.
+        """
+        ...
+
 
 class AttentionBackend(Protocol):
     """Paged attention over a KV pool of one layout: ``plan`` once a step, the rest once per layer.

@@ -45,6 +45,10 @@ class RaggedBatch:
     """Indices of the tokens whose hidden states are wanted; ``None``: of none."""
     adapter_slots: Int32Array | None = None
     """[R] the slot of each row's adapter, 0 for none; ``None``: no row has one."""
+    state_reads: Int32Array | None = None
+    """[R] the state block that each row begins from, -1 for none; ``None``: the model keeps no states."""
+    state_writes: Int32Array | None = None
+    """[R] the state block for what is kept after each row's last token, -1 for none; ``None`` with ``state_reads``."""
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +126,7 @@ def _places(rows: ListOf[ScheduledRow], batch: RaggedBatch, positions: ListOf[ra
 def assemble(
     token_ids: Int64Array, starts: Int64Array, counts: Int64Array, *, seq_ids: Int64Array, tables: ListOf[Int32Array],
     block_size: int, is_sampled: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None,
+    state_reads: Int32Array | None = None, state_writes: Int32Array | None = None,
 ) -> RaggedBatch:
     """Compute positions, slots and tables of rows that are given as plain arrays.
 
@@ -133,6 +138,8 @@ def assemble(
         tables: R arrays of block ids; a table may be longer than the row needs.
         block_size: tokens per block.
         is_sampled: [R] whether the logits of the row's last token are wanted; ``None``: of all.
+        state_reads: [R] the state block that each row begins from; ``None``: the model keeps no states.
+        state_writes: [R] the state block that each row leaves its state in; given with ``state_reads``.
 
     Raises:
         InternalError: a table is too short for its row, or the tokens do not add up.
@@ -152,7 +159,8 @@ def assemble(
         token_ids, positions = np.repeat(token_ids, 2), np.repeat(positions, 2)
         slots = np.append(slots, -1)
     ends = query_start[1:] if is_sampled is None else query_start[1:][is_sampled]
-    return RaggedBatch(token_ids, positions, seq_ids, slots, query_start, kv_lens, block_tables, ends - 1)
+    return RaggedBatch(token_ids, positions, seq_ids, slots, query_start, kv_lens, block_tables, ends - 1,
+                       state_reads=state_reads, state_writes=state_writes)
 
 
 def largest_batch(num_tokens: int, num_rows: int, block_size: int) -> tuple[RaggedBatch, int]:
