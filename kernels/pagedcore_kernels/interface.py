@@ -160,6 +160,153 @@ class ConvolvesRows(Protocol):
         ...
 
 
+class StateBackend(Protocol):
+    """Recurrences over a pool of states of one ``StateLayout``: ``plan`` once a step, the rest once per layer.
+
+    A row begins from the state that it reads, advances it one position at a time in float32, and leaves the state after
+    its last token where it writes, if anywhere; the state that it read stays as it was. Inputs are float32 or bfloat16,
+    all of one layer of the same format; all strides are free except the last. What is said to be float32 is contiguous.
+    Results are new tensors, contiguous, in the format of the inputs and rounded once; those of padding are zeros.
+    ``layer`` and ``part`` are indices into the layout.
+    """
+
+    def plan(self, batch: RaggedRows) -> None:
+        """Prepare everything that all layers of this step share."""
+        ...
+
+    def convolve(
+        self, layer: int, part: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
+    ) -> torch.Tensor:
+        """Return the causal convolution of each channel over its row's sequence, [T, C].
+
+        ``f(bias + sum over taps of weight[tap] * row)``, added in this order. The part keeps the last inputs
+        [taps - 1, C], oldest first, in the format of ``rows``.
+
+        Args:
+            layer: index into the layout's layers.
+            part: index into the layer's parts.
+            rows: [T, C].
+            weight: float32 [taps, C], oldest tap first.
+            bias: float32 [C].
+            activation: "silu" or "none".
+        """
+        ...
+
+    def delta_rule(
+        self,
+        layer: int,
+        part: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        *,
+        scale: float,
+        normalizes: bool,
+    ) -> torch.Tensor:
+        """Advance states float32 [H, Dk, Dv] by the gated delta rule, and return [T, H, Dv].
+
+        Per position ``S *= exp(log_decay)``, ``S += k (beta * (v - S^T k))^T``, output ``S^T (scale * q)``. See
+        "Gated Delta Networks" (Yang et al., 2024); with a decay per channel of the key, "Kimi Linear" (2025).
+
+        Args:
+            layer: index into the layout's layers.
+            part: index into the layer's parts.
+            query: [T, Hk, Dk]; head h of the values uses head ``h // (H / Hk)``.
+            key: [T, Hk, Dk].
+            value: [T, H, Dv].
+            log_decay: float32 [T, H] or [T, H, Dk], at most 0.
+            beta: float32 [T, H].
+            scale: factor of the queries.
+            normalizes: divide queries and keys by their length first: by the root of the sum of squares and 1e-6.
+        """
+        ...
+
+    def mamba2(
+        self,
+        layer: int,
+        part: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        d: torch.Tensor,
+    ) -> torch.Tensor:
+        """Advance states float32 [H, N, P] as Mamba 2 does, and return [T, H, P].
+
+        Per position ``S = exp(dt * a) S + b (dt * x)^T``, output ``S^T c + d * x``. See "Transformers are SSMs" (Dao
+        and Gu, 2024).
+
+        Args:
+            layer: index into the layout's layers.
+            part: index into the layer's parts.
+            x: [T, H, P].
+            dt: float32 [T, H], bias and softplus applied.
+            a: float32 [H], negative.
+            b: [T, G, N]; head h uses group ``h // (H / G)``.
+            c: [T, G, N].
+            d: float32 [H].
+        """
+        ...
+
+    def mamba1(
+        self,
+        layer: int,
+        part: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        d: torch.Tensor,
+    ) -> torch.Tensor:
+        """Advance states float32 [N, C] as Mamba 1 does, and return [T, C].
+
+        Per position and channel ``S = exp(dt * a) S + b * dt * x``, output ``S^T c + d * x``. See "Mamba" (Gu and Dao,
+        2023).
+
+        Args:
+            layer: index into the layout's layers.
+            part: index into the layer's parts.
+            x: [T, C].
+            dt: float32 [T, C], bias and softplus applied.
+            a: float32 [N, C], negative.
+            b: [T, N].
+            c: [T, N].
+            d: float32 [C].
+        """
+        ...
+
+    def decaying_attention(
+        self,
+        layer: int,
+        part: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        *,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """Advance states float32 [H, Dk, Dv] by attention whose past decays, and return [T, H, Dv].
+
+        Per position ``S = exp(-decay) S + k v^T``, output ``S^T (scale * q)``. See "Lightning Attention-2" (Qin et al.,
+        2024).
+
+        Args:
+            layer: index into the layout's layers.
+            part: index into the layer's parts.
+            query: [T, H, Dk].
+            key: [T, H, Dk].
+            value: [T, H, Dv].
+            decay: float32 [H], at least 0.
+            scale: factor of the queries.
+        """
+        ...
+
+
 @runtime_checkable
 class RecordsLaunches(Protocol):
     """An attention backend whose launches for decode steps of one size can be recorded once and repeated."""
