@@ -43,11 +43,15 @@ def check_query(
 
 
 def check_convolution(
-    layout: BlockLayout, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, plan: StepPlan
-) -> None:
-    """Refuse inputs of a convolution, its weight or its bias that do not fit the layer and the planned batch."""
+    layout: BlockLayout, layer: int, output: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
+    plan: StepPlan,
+) -> None:  # fmt: skip
+    """Refuse rows of a convolution, its output, weight or bias that do not fit the layer and the planned batch."""
     channels = layout.layers[layer].value_head_size
-    _check("rows", rows, (plan.num_tokens, channels), layout.model_dtype)
+    _check("rows", rows, (plan.num_tokens, 3 * channels), layout.model_dtype)
+    _check("output", output, (plan.num_tokens, channels), layout.model_dtype)
+    if not output.is_contiguous():
+        raise InternalError("convolution: the output is expected in one piece.")
     of_channels = weight.dim() == 2 and weight.shape[1] == channels and tuple(bias.shape) == (channels,)
     if not of_channels or weight.dtype != torch.float32 or bias.dtype != torch.float32:
         raise InternalError(

@@ -144,18 +144,20 @@ class AttentionBackend(Protocol):
 class ConvolvesRows(Protocol):
     """An attention backend, or a factory of such, that also computes layers of short convolutions."""
 
-    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Keep rows [T, C] in the planned slots; return the causal convolution of each channel over its row's sequence.
+    def convolve_to(
+        self, output: torch.Tensor, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> None:
+        """Convolve each channel causally over the sequence of its row, between two gates.
 
         Args:
+            output: [T, C], contiguous: ``after * (bias + sum over taps of weight[tap] * input)``, the sum in float32 in
+                this order, with zeros before the first position. Rounded after the sum and after the product. What it
+                has of padding means nothing.
             layer: index into the layout's layers; its keys have no elements, its values C.
-            rows: in the layout's number format, last dimension contiguous.
+            rows: [T, 3 * C] in the layout's number format, last dimension contiguous: a row's ``before``, ``after`` and
+                ``row``. The inputs, ``before * row``, rounded, are kept in the planned slots.
             weight: float32 [taps, C], oldest tap first.
             bias: float32 [C].
-
-        Returns:
-            [T, C]: ``bias + sum over taps of weight[tap] * row`` with zeros before the first position, added in float32
-            in this order, and rounded once. Of padding: zeros.
         """
         ...
 

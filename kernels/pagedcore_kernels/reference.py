@@ -87,12 +87,15 @@ class ReferenceAttention:
             ).to(query.dtype)
         return output
 
-    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Keep rows [T, C] and convolve; see ``ConvolvesRows``."""
-        plan = self._current_plan()
-        check_convolution(self._layout, layer, rows, weight, bias, plan)
-        self.write_kv(layer, rows.new_empty(len(rows), 1, 0), rows[:, None])
-        output, taps = torch.zeros_like(rows), len(weight)
+    def convolve_to(
+        self, output: torch.Tensor, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> None:
+        """Keep inputs and convolve; see ``ConvolvesRows``."""
+        plan, taps = self._current_plan(), len(weight)
+        check_convolution(self._layout, layer, output, rows, weight, bias, plan)
+        before, after, rows = rows.chunk(3, dim=-1)
+        self.write_kv(layer, rows.new_empty(len(rows), 1, 0), (before * rows)[:, None])
+        output.zero_()
         for row in range(plan.num_rows):
             tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
             count = tokens.stop - tokens.start
@@ -103,8 +106,7 @@ class ReferenceAttention:
             total = bias.expand(count, -1)
             for tap in range(taps):
                 total = total + padded[tap : tap + count] * weight[tap]
-            output[tokens] = total.to(rows.dtype)
-        return output
+            output[tokens] = after[tokens] * total.to(rows.dtype)
 
     def _gather(self, layer: int, row: int, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """The row's K [L, KVH, D] and V [L, KVH, Dv] in float32."""

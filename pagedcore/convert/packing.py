@@ -35,7 +35,7 @@ from pagedcore.models.checkpoints.packed_model import (
     portable_files,
 )
 from pagedcore.models.checkpoints.quantized import stored_format
-from pagedcore.models.decoders.fused import FusedPart
+from pagedcore.models.decoders.fused_layers import FusedPart
 from pagedcore.models.linears.int8_table import Int8Table
 from pagedcore.models.linears.packed_experts import PackedExperts
 from pagedcore.models.linears.packed_linear import PackedLinear, probe_invariance

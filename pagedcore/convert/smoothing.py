@@ -128,7 +128,7 @@ def find_smoothing(
         on_progress: called with the number of prompts that are done, and of all.
 
     Raises:
-        ModelNotSupported: it is no model of the fused decoder.
+        ModelNotSupported: it is no model of the fused decoder, or some of its layers convolve.
         InvalidConfig: its weights cannot be loaded, or its activations or weights are not finite.
     """
     config = load_config(source)
@@ -145,9 +145,12 @@ def _family_of(tree: Any) -> tuple[Family, AttentionLayer]:
         layers, _ = redirect_attention(tree)
     try:
         family = recognise(tree, layers).family
+        if family.convolution:
+            raise NotFused("some of its layers convolve")
     except NotFused as why:
         raise ModelNotSupported(
-            f"calibration: only models of the fused decoder are smoothed, and this is none: {why}. Convert it without."
+            f"calibration: only models of the fused decoder that attend in every layer are smoothed, and this is none: "
+            f"{why}. Convert it without."
         ) from None
     return family, layers[0]
 
@@ -161,7 +164,7 @@ def _products(tree: Any, family: Family, place: AttentionLayer) -> Iterator[Prod
         qkv, gate_up = [attention + name for name in family.qkv], [mlp + name for name in family.gate_up]
         yield Product(tuple(qkv), norm=norm_in)
         yield Product((f"{attention}o_proj",), producer=qkv[-1], heads=(place.num_kv_heads, place.value_head_size))
-        if has_experts(block):
+        if has_experts(block, family):
             yield from _products_of_experts(mlp, len(block.mlp.experts.down_proj), norm_between)
             continue
         yield Product(tuple(gate_up), norm=norm_between)

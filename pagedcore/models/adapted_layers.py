@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from pagedcore.models.decoders.fused import FusedPart
+from pagedcore.models.decoders.fused_layers import FusedPart
 from pagedcore.models.decoders.plain import AdaptedDecoder, Decoder
 from pagedcore.models.families.wrappers import WHOLE, leaves_layers_out, text_name
 from pagedcore.models.linears.packed_linear import PackedLinear

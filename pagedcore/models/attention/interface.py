@@ -71,12 +71,15 @@ class PagedStep:
         return out.to(query.dtype)[None]
 
     def convolve(self, module: Any, rows: torch.Tensor) -> torch.Tensor:
-        """Keep rows and convolve them; see ``TakesConvolutions``."""
+        """Keep inputs and convolve them; see ``TakesConvolutions``."""
         layer, attention = self._layers[module.layer_idx], self.attention
         # Invariant: the take-over has seen to both.
         assert isinstance(attention, ConvolvesRows)
         assert layer.convolution is not None
-        return attention.convolve(layer.index, rows[0].to(self._dtype), *layer.convolution).to(rows.dtype)[None]
+        given = rows[0].to(self._dtype)
+        output = given.new_empty(len(given), layer.value_head_size)
+        attention.convolve_to(output, layer.index, given, *layer.convolution)
+        return output.to(rows.dtype)[None]
 
     def _rows(self, heads_first: torch.Tensor) -> torch.Tensor:
         """Turn [1, H, T, D] into [T, H, D] in the pool's number format, each vector in one piece."""

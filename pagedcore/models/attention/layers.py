@@ -68,7 +68,7 @@ class AttentionLayer:
     query_tuning: QueryTuning | None = None
     """Maps queries [T, H, D] and positions [T] to queries, where a layer scales them by position."""
     convolution: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Weight and bias of ``ConvolvesRows.convolve`` where a layer convolves its rows instead of attending: it keeps
+    """Weight and bias of ``ConvolvesRows.convolve_to`` where a layer convolves its rows instead of attending: it keeps
     them as values without keys.
     """
 
@@ -91,8 +91,9 @@ class RecordingStep:
 
     def convolve(self, module: Any, rows: torch.Tensor) -> torch.Tensor:
         """Record the call; see ``TakesConvolutions``."""
-        self.calls.append(ConvolutionCall(module, rows.shape[-1]))
-        return torch.zeros_like(rows)
+        num_channels = rows.shape[-1] // 3
+        self.calls.append(ConvolutionCall(module, num_channels))
+        return torch.zeros_like(rows[..., :num_channels])
 
 
 def layers_of(calls: list[AttentionCall | ConvolutionCall], config: Any) -> dict[int, AttentionLayer]:

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from torch import nn
 
+from pagedcore.models.attention.convolutions import is_redirected
 from pagedcore.models.attention.layers import AttentionLayer
 from pagedcore.models.families import llama_modules
 from pagedcore.models.families.table import FAMILIES, Family
@@ -32,6 +33,9 @@ _MODEL: Final[Mapping[str, str | type[nn.Module]]] = {
 class itself. The class of an activation depends on the configuration."""
 _EXPERTS: Final[Mapping[str, str | type[nn.Module]]] = {
     ".mlp": "SparseMoeBlock", ".mlp.gate": "TopKRouter", ".mlp.experts": "Experts", ".mlp.experts.act_fn": nn.Module,
+}
+_CONVOLUTION: Final[Mapping[str, str | type[nn.Module]]] = {
+    ".conv": "ShortConv", ".conv.conv": nn.Conv1d, ".conv.in_proj": nn.Linear, ".conv.out_proj": nn.Linear,
 }
 _ACTIVATIONS: Final = {
     "silu": ("silu", ("SiLUActivation", "SiLU")),
@@ -69,9 +73,10 @@ def recognise(
     _require(_has_known_modules(model, family), "its modules are not those of its architecture")
     _require(_has_known_layers(model, layers), "its layers do not all attend alike, each to keys and values of its own")
     _require(fields.get("clip_qkv") is None, "clip_qkv bounds its queries, keys and values")
-    name = str(fields.get("hidden_activation") or config.hidden_act)
+    name = str(fields.get("hidden_activation") or fields.get("hidden_act") or "silu")
     activation, class_names = _ACTIVATIONS.get(name, ("", ()))
-    acts = [module for path, module in model.named_modules() if path.endswith(f".mlp.{family.activation}")]
+    is_act = f".mlp.{family.activation}" if family.activation else "no module"
+    acts = [module for path, module in model.named_modules() if path.endswith(is_act)]
     _require(
         activation and all(type(module).__name__ in class_names for module in acts), f"its activation is {name!r}"
     )
@@ -82,10 +87,10 @@ def recognise(
         f"no packed product here takes all its matrices in {model.dtype}",
     )
     fits = can_compute(
-        hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
-        head_size=layers[0].key_head_size, dtype=model.dtype,
+        hidden_size=config.hidden_size, intermediate_size=_intermediate_size(model, family),
+        head_size=next(one.key_head_size for one in layers.values() if one.key_head_size), dtype=model.dtype,
         # Shape: the module keeps a frequency for every two elements.
-        rotary_size=2 * len(next(model.model.rotary_emb.buffers())),
+        rotary_size=2 * len(next(model.model.get_submodule(family.name_of("rotary_emb")).buffers())),
     )
     _require(fits, "the fused kernels do not take its sizes or its number format")
     return Recognised(family, activation)
@@ -98,14 +103,22 @@ def _require(is_known: object, reason: str) -> None:
 
 def _joined(model: Any, family: Family) -> list[list[Any]]:
     """Return the weights that become one product each."""
-    parents = [(layer.self_attn, family.qkv) for layer in model.model.layers]
-    parents += [(layer.mlp, family.gate_up) for layer in model.model.layers if not has_experts(layer)]
+    layers, mlp = model.model.layers, family.name_of("mlp")
+    parents = [(layer.self_attn, family.qkv) for layer in layers if "self_attn" in dict(layer.named_children())]
+    parents += [(layer.get_submodule(mlp), family.gate_up) for layer in layers if not has_experts(layer, family)]
     return [[getattr(parent, name).weight for name in names] for parent, names in parents]
 
 
-def has_experts(layer: Any) -> bool:
+def _intermediate_size(model: Any, family: Family) -> int:
+    """Return the width of the gated half of layers, which a configuration may mean otherwise than it says."""
+    path = f'{family.name_of("mlp")}.{family.name_of("down_proj")}'
+    dense = (layer for layer in model.model.layers if not has_experts(layer, family))
+    return int(next((layer.get_submodule(path).in_features for layer in dense), model.config.intermediate_size))
+
+
+def has_experts(layer: Any, family: Family) -> bool:
     """Return whether a layer of a recognised model is a mixture of experts."""
-    return type(layer.mlp).__name__.endswith("SparseMoeBlock")
+    return type(layer.get_submodule(family.name_of("mlp"))).__name__.endswith("SparseMoeBlock")
 
 
 def _has_known_modules(model: Any, family: Family) -> bool:
@@ -115,27 +128,36 @@ def _has_known_modules(model: Any, family: Family) -> bool:
         path: module for path, module in model.named_modules(remove_duplicate=False)
         if type(module) is not nn.Dropout or not _is_untouched(module)
     }
-    known = {**_MODEL, **family.modules}
-    dense = _layer(family)
-    sparse = {**{path: kind for path, kind in dense.items() if not path.startswith(".mlp")}, **_EXPERTS}
+    known = {_path(path, family): kind for path, kind in {**_MODEL, **family.modules}.items()}
     for number in range(model.config.num_hidden_layers):
-        is_sparse = family.has_experts and f"model.layers.{number}.mlp.experts" in modules
-        known |= {f"model.layers.{number}{path}": kind for path, kind in (sparse if is_sparse else dense).items()}
+        place = f"model.layers.{number}"
+        is_sparse = family.has_experts and f'{place}.{family.name_of("mlp")}.experts' in modules
+        convolves = bool(family.convolution) and f"{place}.{family.convolution}" in modules
+        norms = {f".{name}": "RMSNorm" for name in family.norms if name}
+        parts = {"": "DecoderLayer", **norms, **(_CONVOLUTION if convolves else _attention(family)),
+                 **(_EXPERTS if is_sparse else _mlp(family))}
+        known |= {place + _path(path, family): kind for path, kind in parts.items()
+                  if family.activation or not path.endswith(".act_fn")}
     return modules.keys() == known.keys() and all(
         _is(modules[path], kind, family) and _is_untouched(modules[path]) for path, kind in known.items()
     )
 
 
-def _layer(family: Family) -> dict[str, str | type[nn.Module]]:
-    """Return the modules of a dense layer."""
-    linears = [f".self_attn.{name}" for name in (*family.qkv, "o_proj")]
-    linears += [f".mlp.{name}" for name in (*family.gate_up, "down_proj")]
-    norms = [f".{name}" for name in family.norms if name]
-    norms += [".self_attn.q_norm", ".self_attn.k_norm"] if family.has_head_norms else []
-    return {
-        "": "DecoderLayer", ".self_attn": "Attention", ".mlp": "MLP", f".mlp.{family.activation}": nn.Module,
-        **dict.fromkeys(linears, nn.Linear), **dict.fromkeys(norms, "RMSNorm"),
-    }
+def _path(path: str, family: Family) -> str:
+    """Return the path of a module in an architecture, by that of Llama's."""
+    return ".".join(family.name_of(part) for part in path.split("."))
+
+
+def _attention(family: Family) -> dict[str, str | type[nn.Module]]:
+    linears = dict.fromkeys((f".self_attn.{name}" for name in (*family.qkv, "o_proj")), nn.Linear)
+    norms = (".self_attn.q_norm", ".self_attn.k_norm") if family.has_head_norms else ()
+    return {".self_attn": "Attention", **linears, **dict.fromkeys(norms, "RMSNorm")}
+
+
+def _mlp(family: Family) -> dict[str, str | type[nn.Module]]:
+    linears = dict.fromkeys((f".mlp.{name}" for name in (*family.gate_up, "down_proj")), nn.Linear)
+    activation = {f".mlp.{family.activation}": nn.Module} if family.activation else {}
+    return {".mlp": "MLP", **linears, **activation}
 
 
 def _is(module: nn.Module, kind: str | type[nn.Module], family: Family) -> bool:
@@ -154,7 +176,7 @@ def _is_untouched(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     # Why: a tree without memory is given experts that look at no number; see ``blueprint.py``.
     is_looked_at = any(parameter.is_meta for parameter in module.parameters(recurse=False))
-    return (is_looked_at or "forward" not in vars(module)) and not any(hooks)
+    return (is_looked_at or "forward" not in vars(module) or is_redirected(module)) and not any(hooks)
 
 
 def _has_known_layers(model: Any, layers: Mapping[int, AttentionLayer]) -> bool:
@@ -162,10 +184,9 @@ def _has_known_layers(model: Any, layers: Mapping[int, AttentionLayer]) -> bool:
     if sorted(layers) != list(range(len(model.model.layers))):
         return False
     parameters = {(parameter.dtype, parameter.device.type) for parameter in model.parameters()}
-    heads = {(layer.num_heads, layer.num_kv_heads, layer.key_head_size) for layer in layers.values()}
+    attending = [layer for layer in layers.values() if layer.convolution is None]
+    heads = {(layer.num_heads, layer.num_kv_heads, layer.key_head_size) for layer in attending}
     # Shape: on "meta" are models that are only looked at.
     return parameters in ({(model.dtype, "cpu")}, {(model.dtype, "meta")}) and len(heads) == 1 and all(
-        layer.owns_kv and layer.index == number and layer.query_tuning is None
-        and layer.key_head_size == layer.value_head_size
-        for number, layer in layers.items()
-    )
+        layer.owns_kv and layer.index == number and layer.query_tuning is None for number, layer in layers.items()
+    ) and all(layer.key_head_size == layer.value_head_size for layer in attending)

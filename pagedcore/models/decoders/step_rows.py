@@ -98,6 +98,14 @@ class StepRows:
         assert self.workspace is not None
         return self.workspace.take("logits", len(self.residual), head.out_features, self.residual.dtype)
 
+    def convolve(self, step: PagedStep, place: AttentionLayer, rows: torch.Tensor) -> torch.Tensor:
+        """Return the convolution of rows [T, 3 * C] between their gates as [T, C]; see ``ConvolvesRows``."""
+        attention: Any = step.attention
+        assert place.convolution is not None  # Invariant: its layer was found to convolve
+        out = self.attended(place) if self.workspace is not None else rows.new_empty(len(rows), place.value_head_size)
+        attention.convolve_to(out, place.index, rows, *place.convolution)
+        return out
+
     def attend(self, step: PagedStep, place: AttentionLayer, query: torch.Tensor) -> torch.Tensor:
         """Return the attention of a query [T, H, D] as [T, H * Dv]."""
         how: dict[str, Any] = {"scale": place.scale, "window": place.window, "chunk": place.chunk,

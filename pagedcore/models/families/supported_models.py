@@ -20,6 +20,7 @@ from torch import nn
 from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models.attention.convolutions import known_convolutions
 from pagedcore.models.attention.interface import ATTENTION_KEY
+from pagedcore.models.families.table import FAMILIES
 from pagedcore.models.linears.shared_embedding import RowsOfProduct
 from pagedcore.models.linears.stored_weight import StoredWeight
 
@@ -71,7 +72,7 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
     _OFFSET: ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
-_CONVOLUTIONS: Final = frozenset({"lfm2", "lfm2_moe", "lfm3"})
+_CONVOLUTIONS: Final = {"lfm3", *(name for name, family in FAMILIES.items() if family.convolution)}
 """Architectures whose layers of type "conv" are those of ``attention/convolutions.py``."""
 _LAYER_TYPES: Final = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 """"attention" is how configurations from before the other names say "full_attention"."""

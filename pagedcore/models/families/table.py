@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from pagedcore.models.families.field_checks import (
     Check,
@@ -70,6 +70,7 @@ class Family:
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     activation: str = "act_fn"
+    """The module that computes it; "": a function does, which is silu."""
     has_multipliers: bool = False
     """Whether the configuration has multipliers of embeddings and of what a layer adds, and a divisor of logits."""
     is_gemma: bool = False
@@ -82,6 +83,14 @@ class Family:
     """Whether cosines and sines stay in float32."""
     modules: Mapping[str, str] = field(default_factory=dict)
     """Modules by path whose classes are not called as Llama's: ends of the names."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the architecture calls modules, by what Llama calls them, where it does not call them so."""
+    convolution: str = ""
+    """What it calls the short convolution that some layers have instead of attention; "": none has."""
+
+    def name_of(self, module: str) -> str:
+        """Return what the architecture calls a module that Llama calls ``module``."""
+        return self.names.get(module, module)
 
 
 _GEMMA_MODULES: Final = {"model.embed_tokens": "TextScaledWordEmbedding"}
@@ -97,6 +106,13 @@ _QWEN: Final[Mapping[str, Check]] = {
 }
 _EXPERTS: Final[Mapping[str, Check]] = {
     "num_experts_per_tok": is_size, "output_router_logits": is_off, "router_aux_loss_coef": is_anything,
+}
+# Why no fields: transformers loads these.
+_LFM2: Final[Mapping[str, Any]] = {
+    "fields": {}, "norms": ("operator_norm", "", "ffn_norm", ""), "has_head_norms": True, "gate_up": ("w1", "w3"),
+    "activation": "", "convolution": "conv",
+    "names": {"mlp": "feed_forward", "o_proj": "out_proj", "down_proj": "w2", "q_norm": "q_layernorm",
+              "k_norm": "k_layernorm", "norm": "embedding_norm"},
 }
 FAMILIES: Final[Mapping[str, Family]] = {
     "llama": Family(classes="Llama", fields={
@@ -152,6 +168,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
         "norm_topk_prob": is_bool, "num_local_experts": is_size, "sliding_window": is_off,
         "use_sliding_window": is_off,
     }),
+    "lfm2": Family(classes="Lfm2", **_LFM2),
+    "lfm2_moe": Family(
+        classes="Lfm2Moe", has_experts=True, **{**_LFM2, "names": {**_LFM2["names"], "rotary_emb": "pos_emb"}}
+    ),
     "olmoe": Family(
         classes="Olmoe", has_head_norms=True, norms_whole_rows=True, has_experts=True,
         special_tokens=frozenset({"eos_token_id"}),  # because its class names no first one

@@ -14,9 +14,11 @@ from torch import nn
 
 from pagedcore.errors import ModelNotSupported
 from pagedcore.execution.ragged_batch import RaggedBatch, assemble
-from pagedcore.models.decoders.fused import FusedDecoder, FusedPart, RotaryAngles, best_decoder
+from pagedcore.models.decoders.fused import FusedDecoder, best_decoder
+from pagedcore.models.decoders.fused_layers import FusedPart
 from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.decoders.plain import Decoder, ModuleDecoder
+from pagedcore.models.decoders.rotary_angles import RotaryAngles
 from pagedcore.models.linears.packed_linear import PackedLinear
 from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.models.linears.shared_embedding import RowsOfProduct
@@ -63,10 +65,15 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
     "olmoe": ("olmoe", {}),
+    "lfm2": ("lfm2", {"tie_word_embeddings": True}),
+    "lfm2, ends with attention": ("lfm2", {
+        "layer_types": ["conv", "conv", "full_attention"], "conv_bias": False, "block_auto_adjust_ff_dim": True,
+        "intermediate_size": 144, "block_multiple_of": 32}),
+    "lfm2_moe": ("lfm2_moe", {}),
 }
 
 #: Those of them in which something is computed in another way than in the others.
-DISTINCT = [name for name in OTHERS if name not in ("phi3", "phi3, longrope", "olmo3")]
+DISTINCT = [name for name in OTHERS if name not in ("phi3", "phi3, longrope", "olmo3", "lfm2_moe")]
 
 Piece = tuple[int, int, int]
 #: Steps of (sequence, start, end): prompts whole, in chunks, mixed with decoding, in changing order.

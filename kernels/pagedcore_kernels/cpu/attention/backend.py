@@ -65,7 +65,8 @@ class NumbaCpuAttention:
         self._attend_parameters = ParameterBlock(attend.NUM_ARGUMENTS)
         self._write_parameters = ParameterBlock(write_kv.NUM_ARGUMENTS)
         self._convolution_parameters = ParameterBlock(convolution.NUM_ARGUMENTS)
-        self._zeros: dict[int, torch.Tensor] = {}
+        self._constants: dict[int, torch.Tensor] = {}
+        """A row of zeros and one of ones by the number of channels of a convolution."""
 
     @property
     def layout(self) -> KVLayout | Int8KVLayout:
@@ -81,9 +82,10 @@ class NumbaCpuAttention:
     def only_runs_kernels(self) -> bool:
         """Whether calls can be recorded: not of a subclass with methods of its own, which would not be called again."""
         kind = type(self)
-        return kind.attend is NumbaCpuAttention.attend and kind.attend_to is NumbaCpuAttention.attend_to and (
-            kind.write_kv is NumbaCpuAttention.write_kv
-        )  # fmt: skip
+        return all(
+            getattr(kind, name) is getattr(NumbaCpuAttention, name)
+            for name in ("attend", "attend_to", "convolve_to", "write_kv")
+        )
 
     @staticmethod
     def preferred_block_size(dtype: torch.dtype) -> int:
@@ -200,26 +202,27 @@ class NumbaCpuAttention:
         resize = self._words.sizes_of_attention, queries, query.shape[1], (attend.BLOCK_TABLES, attend.TILE_ROWS)
         self._run(kernel, parameters, tiles[-1] * query.shape[1], resize)
 
-    def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """Keep rows [T, C] and convolve; see ``ConvolvesRows``."""
+    def convolve_to(
+        self, output: torch.Tensor, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> None:
+        """Keep inputs and convolve; see ``ConvolvesRows``."""
         plan, shape = self._current_plan(), self._layout.layers[layer]
-        check_convolution(self._layout, layer, rows, weight, bias, plan)
-        channels, taps = shape.value_head_size, len(weight)
-        output = rows.new_empty(rows.shape)
+        check_convolution(self._layout, layer, output, rows, weight, bias, plan)
+        channels, queries = shape.value_head_size, convolution.TILE_ROWS_AT_ONCE
         output[plan.num_computed :] = 0
-        zeros = self._zeros.setdefault(channels, rows.new_zeros(channels))
-        lanes, tiles = gcd(channels, LANES), self._words.tiles(convolution.TILE_ROWS_AT_ONCE)
-        slots = self._words.slots()
+        lanes, tiles = gcd(channels, LANES), self._words.tiles(queries)
+        if (constants := self._constants.get(channels)) is None:
+            constants = self._constants[channels] = torch.stack((rows.new_zeros(channels), rows.new_ones(channels)))
         self._convolution_parameters.fill(
             rows.data_ptr(), rows.stride(0) * rows.itemsize, output.data_ptr(), weight.data_ptr(), bias.data_ptr(),
-            zeros.data_ptr(), self._pool.data_ptr(), self._layout.block_bytes, self._layout.value_offset(layer),
-            channels // lanes, slots, *self._words.rows, *tiles,
+            constants.data_ptr(), self._pool.data_ptr(), self._layout.block_bytes, self._layout.value_offset(layer),
+            channels // lanes, self._words.slots(), *self._words.rows, *tiles,
         )  # fmt: skip
         kernel = convolution.short_convolution_kernel(
-            int(self._is_bf16), lanes, taps, self._layout.block_size, shape.padded_value_size * rows.itemsize
+            int(self._is_bf16), lanes, len(weight), self._layout.block_size, shape.padded_value_size * rows.itemsize
         )
-        self._run(kernel, self._convolution_parameters, tiles[-1])
-        return output
+        resize = self._words.sizes_of_convolution, queries, convolution.SLOTS
+        self._run(kernel, self._convolution_parameters, tiles[-1], resize)
 
     def _attention_kernel(self, layer: int, group: int, form: int | None) -> tuple[int, Kernel]:
         """The kernel for ``group`` query heads per KV head, and how many tokens its work items take.

@@ -68,6 +68,11 @@ class StepWords:
         tiles = self.tiles(queries)
         return Sizes([*enumerate(self.rows, of_rows), *enumerate(tiles, of_tiles)], tiles[-1] * num_heads)
 
+    def sizes_of_convolution(self, shape: StepShape, queries: int, first: int) -> Sizes:
+        """Say what a convolution has of the present plan, from the word ``first`` on."""
+        words = self.slots(), *self.rows, *self.tiles(queries)
+        return Sizes([*enumerate(words, first)], words[-1])
+
     def sizes_of_writes(self, shape: StepShape, num_kv_heads: int, first: int) -> Sizes:
         """Say what a call that writes K and V has of the present plan, from the word ``first`` on."""
         words = self.writes()

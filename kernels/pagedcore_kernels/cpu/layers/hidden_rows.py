@@ -27,7 +27,7 @@ _LARGEST_POWER = 127.0
 """exp(x) overflows float32 above 88; 2**127 is the last power that ``simd.exp2`` returns."""
 
 
-def _rounded(b: Builder, value: Value, is_bf16: int) -> Value:
+def rounded(b: Builder, value: Value, is_bf16: int) -> Value:
     """Round to the storage dtype and widen again."""
     if not is_bf16:
         return value
@@ -98,7 +98,7 @@ def scale_row(
         factor = simd.splat(b, args[7], width)
 
         def scale_vector(offset: Value) -> None:
-            x = _rounded(b, b.fmul(simd.load_floats(b, args[3], offset, bf16, width), factor), weight_bf16)
+            x = rounded(b, b.fmul(simd.load_floats(b, args[3], offset, bf16, width), factor), weight_bf16)
             place = b.mul(offset, simd.int64(2)) if bf16 and not weight_bf16 else offset
             w = simd.load_floats(b, args[4], place, weight_bf16, width)
             simd.store_floats(b, b.fmul(w, x), args[5], offset, bf16)
@@ -122,7 +122,7 @@ def gated_activation(
         def activate(offset: Value) -> None:
             activated = function(b, simd.load_floats(b, args[3], offset, bf16, width))
             factor = simd.load_floats(b, args[4], offset, bf16, width)
-            simd.store_floats(b, b.fmul(_rounded(b, activated, bf16), factor), args[5], offset, bf16)
+            simd.store_floats(b, b.fmul(rounded(b, activated, bf16), factor), args[5], offset, bf16)
 
         _for_each_vector(b, args[6], width * simd.item_bytes(bf16), activate)
         return context.get_dummy_value()
@@ -169,8 +169,8 @@ def rotate_head(
             y = simd.load_floats(b, args[4], high, bf16, width)
             cosine = simd.load_floats(b, args[5], start * 4, 0, width)
             sine = simd.load_floats(b, args[6], start * 4, 0, width)
-            x_cosine, x_sine = (_rounded(b, b.fmul(x, factor), products) for factor in (cosine, sine))
-            y_cosine, y_sine = (_rounded(b, b.fmul(y, factor), products) for factor in (cosine, sine))
+            x_cosine, x_sine = (rounded(b, b.fmul(x, factor), products) for factor in (cosine, sine))
+            y_cosine, y_sine = (rounded(b, b.fmul(y, factor), products) for factor in (cosine, sine))
             simd.store_floats(b, b.fsub(x_cosine, y_sine), args[4], low, bf16)
             simd.store_floats(b, b.fadd(y_cosine, x_sine), args[4], high, bf16)
         return context.get_dummy_value()
@@ -191,10 +191,10 @@ def cap_row(typing: Typing, is_bf16: Any, lanes: Any, row: Any, num_vectors: Any
         one, two = (simd.constant(number, simd.floats(width)) for number in (1.0, 2.0))
 
         def cap_vector(offset: Value) -> None:
-            x = _rounded(b, b.fdiv(simd.load_floats(b, args[2], offset, bf16, width), factor), bf16)
+            x = rounded(b, b.fdiv(simd.load_floats(b, args[2], offset, bf16, width), factor), bf16)
             # Rule: tanh(x) = 1 - 2 / (1 + exp(2 x))
             tanh = b.fsub(one, b.fdiv(two, b.fadd(one, _exp(b, b.fmul(two, x)))))
-            simd.store_floats(b, b.fmul(_rounded(b, tanh, bf16), factor), args[2], offset, bf16)
+            simd.store_floats(b, b.fmul(rounded(b, tanh, bf16), factor), args[2], offset, bf16)
 
         _for_each_vector(b, args[3], width * simd.item_bytes(bf16), cap_vector)
         return context.get_dummy_value()

@@ -1,0 +1,210 @@
+"""One layer of the fused decoder: what mixes the tokens of a sequence, and what follows it.
+
+Owns the fused weights of a layer and the order of its operations. A layer mixes by attention or by a short convolution;
+both take normed rows and return what the layer's output product is given. ``fused.py`` runs the layers.
+
+Invariant: every kernel works row by row and every product has two rows or more, so a row's bits do not depend on the
+batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from pagedcore.models.attention.interface import PagedStep
+from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.decoders.fused_match import has_experts
+from pagedcore.models.decoders.rotary_angles import RotaryAngles
+from pagedcore.models.decoders.step_rows import StepRows
+from pagedcore.models.families.table import Family
+from pagedcore.models.linears.packed_linear import OnUnused, PackedLinear
+from pagedcore.models.linears.stored_weight import tensors_of
+from pagedcore.protocols import LinearFactory, RecordableMatmul
+from pagedcore_kernels.cpu.layers.elementwise import GatedActivation, RmsNorm, RotaryEmbedding
+
+Fuse = Callable[[nn.Module, tuple[str, ...]], PackedLinear]
+"""``fuse`` for one model: of a parent and names of its linear layers."""
+
+
+class FusedPart(nn.Module):
+    """Some outputs of a fused product, in the place of the linear layer that computed them."""
+
+    def __init__(self, whole: PackedLinear, begin: int, end: int) -> None:
+        super().__init__()
+        self.whole, self.begin, self.end = whole, begin, end
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply ``rows`` [..., in] and return [..., end - begin]."""
+        product: torch.Tensor = self.whole(rows)
+        return product[..., self.begin : self.end]
+
+
+def fuse(factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names: tuple[str, ...]) -> PackedLinear:
+    """Pack linear layers of one parent as one product and put its parts in their places."""
+    linears = [getattr(parent, name) for name in names]
+    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+    whole = PackedLinear(weights, None if biases[0] is None else torch.cat(biases), factory)
+    end = 0
+    for name, linear in zip(names, linears, strict=True):
+        begin, end = end, end + linear.out_features
+        setattr(parent, name, FusedPart(whole, begin, end))
+        for tensor in tensors_of(linear.weight):
+            on_unused(tensor)
+    return whole
+
+
+class Mixer(Protocol):
+    """The first half of a layer, between its norm and its output product."""
+
+    place: AttentionLayer
+    """What it does, as an attention backend is told."""
+    products: tuple[PackedLinear, ...]
+    output: PackedLinear
+    """The product that follows, which is among ``products``."""
+
+    def __call__(self, step: PagedStep, rows: StepRows, normed: torch.Tensor) -> torch.Tensor:
+        """Mix ``normed`` rows [T, hidden]; return what ``output`` is given."""
+        ...
+
+
+class FusedAttention(Mixer):
+    """Causal attention with rotary positions."""
+
+    def __init__(self, attention: Any, place: AttentionLayer, family: Family, angles: RotaryAngles, fuse: Fuse) -> None:
+        """Fuse the projections of a module ``attention``, whose positions turn by ``angles``."""
+        output = family.name_of("o_proj")
+        self.place, self.angles = place, angles
+        self.rotary = _rotary(attention, place, family, angles, attention.get_submodule(output).weight.dtype)
+        self.qkv, self.output = fuse(attention, family.qkv), fuse(attention, (output,))
+        self.products = self.qkv, self.output
+
+    def __call__(self, step: PagedStep, rows: StepRows, normed: torch.Tensor) -> torch.Tensor:
+        """Attend; see ``Mixer``. Returns [T, H * D]."""
+        place = self.place
+        qkv = rows.multiply("qkv", self.qkv, normed)
+        self.rotary(qkv, rows.positions, self.angles.table, rows.destination, place.index)
+        heads = qkv.view(len(qkv), -1, place.key_head_size)
+        if rows.destination is None:
+            keys, values = heads[:, place.num_heads :].chunk(2, dim=1)
+            step.attention.write_kv(place.index, keys, values)
+        return rows.attend(step, place, heads[:, : place.num_heads])
+
+
+class FusedConvolution(Mixer):
+    """A short convolution between two gates."""
+
+    def __init__(self, convolution: Any, place: AttentionLayer, fuse: Fuse) -> None:
+        """Fuse the projections of a module ``convolution``."""
+        self.place = place
+        self.gates, self.output = fuse(convolution, ("in_proj",)), fuse(convolution, ("out_proj",))
+        self.products = self.gates, self.output
+
+    def __call__(self, step: PagedStep, rows: StepRows, normed: torch.Tensor) -> torch.Tensor:
+        """Convolve; see ``Mixer``. Returns [T, C]."""
+        return rows.convolve(step, self.place, rows.multiply("gates", self.gates, normed))
+
+
+class FusedLayer:
+    """The weights of one decoder layer and its two halves."""
+
+    def __init__(
+        self, layer: Any, mixer: Mixer, family: Family, activation: GatedActivation, multiplier: float, fuse: Fuse,
+        pack: Callable[..., tuple[PackedLinear, ...]],
+    ) -> None:
+        """Fuse the projections of ``layer``; its linear layers become parts of the fused ones.
+
+        Args:
+            layer: the module.
+            mixer: its first half.
+            family: what kind of layer it is.
+            activation: of its gate.
+            multiplier: of all that it adds to the residual.
+            fuse: as ``Fuse``.
+            pack: as ``pack_experts``, of a module.
+        """
+        mlp = layer.get_submodule(family.name_of("mlp"))
+        norms = [norm_of(getattr(layer, name), family) if name else None for name in family.norms]
+        self.mixer, self.place, self._multiplier = mixer, mixer.place, multiplier
+        self.norm_in, self.norm_attended, self.norm_between, self.norm_out = norms
+        self._finishes = multiplier != 1.0 or any(family.norms[1::2])
+        self.experts = mlp if has_experts(layer, family) else None
+        if self.experts is not None:
+            self.dense_products: tuple[PackedLinear, ...] = mixer.products
+            self.products: tuple[PackedLinear, ...] = (*self.dense_products, *pack(mlp))
+            return
+        self.gate_up, self.down = fuse(mlp, family.gate_up), fuse(mlp, (family.name_of("down_proj"),))
+        self.activation = activation
+        self.products = self.dense_products = *mixer.products, self.gate_up, self.down
+
+    @property
+    def only_runs_kernels(self) -> bool:
+        """Whether torch computes nothing between the kernels, so that they can be recorded."""
+        can_record = (isinstance(one.multiply, RecordableMatmul) and one.multiply.only_runs_kernels
+                      for one in self.products)  # fmt: skip
+        is_dense = self.experts is None and self.norm_in is not None and self.norm_between is not None
+        return is_dense and self._multiplier == 1.0 and all(can_record)
+
+    def mix(self, step: PagedStep, rows: StepRows, addend: torch.Tensor | None) -> torch.Tensor:
+        """Add ``addend`` to the residual and return what the mixer makes of it, [T, out]."""
+        if self.norm_in is None:
+            normed = rows.add(addend)
+        else:
+            self.norm_in(rows.residual, addend, normed := rows.normed)
+        return self.mixer(step, rows, normed)
+
+    def feed_forward(self, rows: StepRows, mixed: torch.Tensor) -> torch.Tensor:
+        """Add the mixer's output to the residual and return what the rest of the layer adds to it."""
+        addend = rows.multiply("output", self.mixer.output, mixed)
+        if self._finishes:
+            self._finish(self.norm_attended, addend)
+        if self.norm_between is None:
+            normed = rows.add(addend)
+        else:
+            self.norm_between(rows.residual, addend, normed := rows.normed)
+        if self.experts is not None:
+            product: torch.Tensor = self.experts(normed[None])[0]
+        else:
+            self.activation(rows.multiply("gate and up", self.gate_up, normed), rows.gated)
+            product = rows.multiply("down", self.down, rows.gated)
+        if self._finishes:
+            self._finish(self.norm_out, product)
+        return product
+
+    def _finish(self, norm: RmsNorm | None, product: torch.Tensor) -> None:
+        """Turn the last product of half a layer into what it adds to the residual, in place."""
+        if norm is not None:
+            norm(product, None, product)
+        if self._multiplier != 1.0:
+            product *= self._multiplier
+
+
+def norm_of(module: Any, family: Family) -> RmsNorm:
+    """Return the kernel that computes a norm."""
+    return RmsNorm(_weight_of(module, family), _epsilon_of(module), module.weight.dtype)
+
+
+def _weight_of(norm: Any, family: Family) -> torch.Tensor:
+    """Return a norm's weight as ``RmsNorm`` reads it: in float32 where the product alone is rounded."""
+    weight: torch.Tensor = norm.weight.detach()
+    return weight.clone() if family.norm_offset is None else weight.float() + family.norm_offset
+
+
+def _epsilon_of(norm: Any) -> float:
+    return float(vars(norm).get("variance_epsilon") or norm.eps)
+
+
+def _rotary(
+    attention: Any, place: AttentionLayer, family: Family, angles: RotaryAngles, dtype: torch.dtype
+) -> RotaryEmbedding:
+    shape, turn = (place.num_heads, place.num_kv_heads, place.key_head_size, dtype), (angles.size, angles.is_rounded)
+    if not family.has_head_norms:
+        return RotaryEmbedding(*shape, rotary_size=turn[0], rounds=turn[1])
+    norms = [attention.get_submodule(family.name_of(name)) for name in ("q_norm", "k_norm")]
+    weights = _weight_of(norms[0], family), _weight_of(norms[1], family)
+    return RotaryEmbedding(
+        *shape, norms=weights, epsilon=_epsilon_of(norms[0]), rotary_size=turn[0], rounds=turn[1]
+    )

@@ -1,0 +1,87 @@
+"""Cosines and sines of positions, as the kernel that turns heads reads them.
+
+Owns the tables: one for each kind of layers, which grow with the longest context seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from pagedcore.errors import ModelNotSupported
+from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.decoders.long_angles import by_place
+from pagedcore.models.families.model_facts import max_model_len, num_short_tokens
+from pagedcore.models.families.table import Family
+
+
+class RotaryAngles:
+    """Cosines and sines by place (see ``long_angles.py``), as ``RotaryEmbedding`` reads them, up to the longest context
+    seen.
+
+    Every variant whose angles depend on the place alone works, because the model's own module computes them.
+
+    Invariant: a row never changes once it is in the table.
+    """
+
+    def __init__(self, rotary: Any, dtype: torch.dtype, limit: int) -> None:
+        """Make the first rows.
+
+        Args:
+            rotary: called with a tensor of the model's dtype and positions [1, n]; returns cosines and sines [1, n, R].
+            dtype: number format of the model.
+            limit: most places; with more, angles may depend on more than the place.
+
+        Raises:
+            ModelNotSupported: the module does not rotate two halves alike.
+        """
+        self._rotary, self._dtype, self._limit = rotary, dtype, limit
+        self.table = self._rows(0, min(1024, limit))
+        """float32 [n, R]: R / 2 cosines, then R / 2 sines."""
+
+    def grow(self, num_positions: int) -> None:
+        """Make the table at least ``num_positions`` long."""
+        known = len(self.table)
+        if num_positions > known:
+            end = max(num_positions, min(2 * known, self._limit))
+            self.table = torch.cat([self.table, self._rows(known, end)])
+
+    @property
+    def size(self) -> int:
+        """R."""
+        return self.table.shape[1]
+
+    def _rows(self, begin: int, end: int) -> torch.Tensor:
+        cosines, sines = self._rotary(torch.empty(0, dtype=self._dtype), torch.arange(begin, end)[None])
+        half = cosines.shape[-1] // 2
+        for angles in (cosines, sines):
+            if angles.shape != (1, end - begin, 2 * half) or not torch.equal(angles[..., :half], angles[..., half:]):
+                raise ModelNotSupported("model: its rotary embedding does not turn both halves of a head alike.")
+        self.is_rounded = cosines.dtype == self._dtype
+        """Whether angles, and so their products, have the model's number format."""
+        return torch.cat([cosines[0, :, :half], sines[0, :, :half]], dim=-1).float().contiguous()
+
+
+def angles_by_layer(model: Any, layers: Mapping[int, AttentionLayer], family: Family) -> list[RotaryAngles]:
+    """Return the angles of each layer, made once for all layers of a kind; layers without positions turn by nothing."""
+    config, short = model.config, num_short_tokens(model.config)
+    rotary = model.model.get_submodule(family.name_of("rotary_emb"))
+    head_size = next(one.key_head_size for one in layers.values() if one.key_head_size)
+    # Rule: modules with several kinds of angles have a dictionary of their types.
+    kinds = config.layer_types if isinstance(rotary.rope_type, dict) else [None] * len(layers)
+    is_turned = config.to_dict().get("no_rope_layers") or [1] * len(layers)
+
+    def still(like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cosines = like.new_ones(*positions.shape, head_size)
+        return cosines, torch.zeros_like(cosines)
+
+    made: dict[Any, RotaryAngles] = {}
+    for key in (keys := list(zip(kinds, map(bool, is_turned), strict=False))):
+        kind, turns = key
+        if key not in made:
+            turned = by_place(rotary if kind is None else partial(rotary, layer_type=kind), short)
+            made[key] = RotaryAngles(turned if turns else still, model.dtype, max_model_len(config) + (short or 0))
+    return [made[key] for key in keys]
