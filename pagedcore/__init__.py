@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from pagedcore.requests.request import Request
     from pagedcore.sampling_params import SamplingParams
     from pagedcore.serving.async_engine import AsyncEngine
+    from pagedcore.serving.shared_engines import SharedEngines
     from pagedcore.sessions.session import Session
     from pagedcore.structured_output import StructuredOutput
     from pagedcore.tokenizer.chat import Chat
@@ -48,8 +49,8 @@ if TYPE_CHECKING:
 __all__ = [
     "AdapterInfo", "AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "Classification", "CompletionOutput",
     "CompletionScore", "ContinuousBatcher", "Delta", "Embedding", "Engine", "EngineConfig", "Infill",
-    "MemoryBudget", "PairScore", "Request", "RequestOutput", "SamplingParams", "Session", "StructuredOutput",
-    "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose",
+    "MemoryBudget", "PairScore", "Request", "RequestOutput", "SamplingParams", "Session", "SharedEngines",
+    "StructuredOutput", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text", "expose",
 ]
 
 _HOMES: Final = {
@@ -66,6 +67,7 @@ _HOMES: Final = {
     "Request": "pagedcore.requests.request",
     "SamplingParams": "pagedcore.sampling_params",
     "Session": "pagedcore.sessions.session",
+    "SharedEngines": "pagedcore.serving.shared_engines",
     "StructuredOutput": "pagedcore.structured_output",
     "engine_metrics": "pagedcore.metrics.recorder",
     "engine_metrics_text": "pagedcore.metrics.recorder",

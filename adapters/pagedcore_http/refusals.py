@@ -103,7 +103,7 @@ def refusal_of(error: Exception) -> Refusal:
 
 def _status_of(error: Exception) -> tuple[int, int | None]:
     if isinstance(error, RefusedAtTheDoor):
-        return error.status, RETRY_AFTER_S if error.status == HTTPStatus.TOO_MANY_REQUESTS else None
+        return error.status, RETRY_AFTER_S if error.status in _PASSING else None
     if isinstance(error, PromiseRefused):
         # Safety: whole seconds. A finer time would say more of what others have to do.
         return HTTPStatus.TOO_MANY_REQUESTS, max(RETRY_AFTER_S, math.ceil(error.retry_after_s))
@@ -113,6 +113,7 @@ def _status_of(error: Exception) -> tuple[int, int | None]:
     return HTTPStatus.INTERNAL_SERVER_ERROR, None
 
 
+_PASSING: Final = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 _STATUSES: Final[tuple[tuple[type[Exception], HTTPStatus, int | None], ...]] = (
     (InvalidRequest, HTTPStatus.BAD_REQUEST, None),
     # Why: a grammar fails again however often a client tries; a 500 would make it.

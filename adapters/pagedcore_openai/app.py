@@ -20,7 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagedcore import AsyncEngine, MemoryBudget, engine_metrics
+from pagedcore import AsyncEngine, MemoryBudget, SharedEngines, engine_metrics
+from pagedcore.errors import InvalidConfig
 from pagedcore_http.drain import DrainSignal
 from pagedcore_http.present_objects import PresentObjects
 from pagedcore_openai.adapters import LoadAdapter, UnloadAdapter, roots_of
@@ -48,6 +49,7 @@ from pagedcore_openai.sleep import IsSleeping, Sleep, WakeUp
 from pagedcore_openai.tenants import ApiKeys, Browsers
 from pagedcore_openai.weights import UpdateWeights
 
+Engines = AsyncEngine | Mapping[str, AsyncEngine] | SharedEngines
 DRAIN_S: Final = 25.0
 MAX_OPEN_CALLS: Final = 1024
 BODY_S: Final = 60.0
@@ -108,7 +110,9 @@ class OpenAIApp(Starlette):
     Invariant: no request reaches an engine before its tenant's salt is known.
     """
 
-    def __init__(self, service: Service, drain_s: float, owned: Collection[AsyncEngine] = ()) -> None:
+    def __init__(
+        self, service: Service, drain_s: float, owned: Collection[AsyncEngine | SharedEngines] = ()
+    ) -> None:
         self.service = service
         self.drain_s = drain_s
         self._owned = owned
@@ -145,8 +149,8 @@ class OpenAIApp(Starlette):
         return num_left
 
     async def aclose(self) -> None:
-        """Close the engines that the app owns."""
-        await asyncio.gather(*(engine.aclose(CLOSE_LIMIT_S) for engine in self._owned))
+        """Close what the app owns."""
+        await asyncio.gather(*(one.aclose(CLOSE_LIMIT_S) for one in self._owned))
 
 
 @asynccontextmanager
@@ -156,6 +160,8 @@ async def _lifespan(app: Any) -> AsyncGenerator[None, None]:
     farewell.install()
     present_objects = PresentObjects()
     present_objects.keep()
+    if app.service.shared is not None:
+        await app.service.shared.__aenter__()
     try:
         yield
     finally:
@@ -172,18 +178,19 @@ async def _refuse(_: Request, error: Exception) -> Response:
 
 
 def openai_app(
-    engines: AsyncEngine | Mapping[str, AsyncEngine], *, name: str = DEFAULT_NAME, api_keys: ApiKeys | None = None,
+    engines: Engines, *, name: str = DEFAULT_NAME, api_keys: ApiKeys | None = None,
     salt_of: SaltHook | None = None, hosts: Collection[str] | None = None, max_body_bytes: int | None = None,
     max_open_calls: int = MAX_OPEN_CALLS, body_s: float = BODY_S, drain_s: float = DRAIN_S,
     metrics: bool = False, page: bool = False, origins: Collection[str] | None = None,
     max_priority: int | None = None, weight_of: Callable[[Request], float] | None = None, recordings: bool = False,
     adapter_roots: Collection[str] = (), weights_dir: str | os.PathLike[str] | None = None,
-    owned: Collection[AsyncEngine] = (),
+    owned: Collection[AsyncEngine | SharedEngines] = (),
 ) -> OpenAIApp:
     """Make the app around engines.
 
     Args:
-        engines: one engine, or several by the names that requests give as their ``model``.
+        engines: one engine, or several by the names that requests give as their ``model``; of ``SharedEngines`` calls
+            wake those that sleep.
         name: the name of the one engine.
         api_keys: who may call; ``None``: everybody, which is for apps that are mounted behind authentication.
         salt_of: derives the cache salt of a call's tenant from its Starlette request, instead of from the API key.
@@ -212,21 +219,31 @@ def openai_app(
             no directories, or without an admin key.
         EngineClosed: an engine was closed.
     """
-    by_name = {name: engines} if isinstance(engines, AsyncEngine) else engines
-    models = {name: ServedModel.of(name, engine) for name, engine in by_name.items()}
+    models = {key: ServedModel.of(key, engine) for key, engine in _by_name(engines, name).items()}
     service = Service(models, api_keys, salt_of, Browsers(hosts, origins), max_body_bytes, max_open_calls, body_s,
                       metrics, page_files() if page else {}, max_priority, weight_of, recordings,
-                      roots_of(adapter_roots), None if weights_dir is None else Path(weights_dir))
+                      roots_of(adapter_roots), None if weights_dir is None else Path(weights_dir),
+                      engines if isinstance(engines, SharedEngines) else None)
     return OpenAIApp(service, drain_s, owned)
 
 
-def create(model: Any, *, name: str | None = None, **settings: Any) -> OpenAIApp:
+def _by_name(engines: Engines, name: str) -> Mapping[str, AsyncEngine]:
+    if isinstance(engines, AsyncEngine):
+        return {name: engines}
+    return engines.engines if isinstance(engines, SharedEngines) else engines
+
+
+def create(
+    model: Any, *, name: str | None = None, memory: int | str | None = None, idle_s: float | None = None,
+    **settings: Any,
+) -> OpenAIApp:
     """Build the engines and the app that owns them, as ``expose("openai", model=...)`` does.
 
     Args:
         model: what ``AsyncEngine.from_pretrained`` takes, an ``AsyncEngine``, which its owner closes, or a mapping of
             names to any of these. Several draw equal shares of one ``MemoryBudget``, whose size is ``kv_cache_memory``.
         name: the name of the one model; ``None``: as it is called on the hub or in the file system.
+        memory, idle_s: as for ``SharedEngines.from_pretrained``, which has the engines if either is given.
         settings: options of ``openai_app``, and keywords of ``AsyncEngine.from_pretrained`` for each engine.
 
     Raises:
@@ -235,13 +252,17 @@ def create(model: Any, *, name: str | None = None, **settings: Any) -> OpenAIApp
     """
     options = {option: settings.pop(option) for option in _APP_OPTIONS & settings.keys()}
     models = model if isinstance(model, Mapping) else {name or _name_of(model): model}
-    if len(models) > 1:
-        config = settings.get("config")
-        memory = settings.get("kv_cache_memory") or (config and config.kv_cache_memory)
-        memory = memory or int(MEMORY_SHARE * psutil.virtual_memory().available)
-        budget = memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)
-        settings["kv_cache_memory"] = budget.share(1 / len(models))
+    if memory is None and len(models) > 1:
+        settings["kv_cache_memory"] = _pools_of(settings).share(1 / len(models))
     with ExitStack() as undo:
+        if memory is not None or idle_s is not None:
+            if any(isinstance(one, AsyncEngine) for one in models.values()):
+                raise InvalidConfig("models: got an engine, allowed are models with memory or idle_s.")
+            shared = SharedEngines.from_pretrained(models, memory=memory, idle_s=idle_s, **settings)
+            undo.callback(shared.close)
+            app = openai_app(shared, owned=[shared], **options)
+            undo.pop_all()
+            return app
         engines: dict[str, AsyncEngine] = {}
         for key, one in models.items():
             if not isinstance(one, AsyncEngine):
@@ -251,6 +272,14 @@ def create(model: Any, *, name: str | None = None, **settings: Any) -> OpenAIApp
         app = openai_app(engines, owned=[one for key, one in engines.items() if one is not models[key]], **options)
         undo.pop_all()
     return app
+
+
+def _pools_of(settings: Mapping[str, Any]) -> MemoryBudget:
+    """Return the budget of the KV pools of several models."""
+    config = settings.get("config")
+    memory = settings.get("kv_cache_memory") or (config and config.kv_cache_memory)
+    memory = memory or int(MEMORY_SHARE * psutil.virtual_memory().available)
+    return memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)
 
 
 def _name_of(model: Any) -> str:

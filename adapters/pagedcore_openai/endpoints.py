@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -47,7 +47,9 @@ class Endpoint(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one call; every error becomes a response."""
         request = Request(scope, receive)
-        with ExitStack() as stack:
+        async with AsyncExitStack() as stack:
+            # Why not left with ``respond``: a stream is sent after it.
+            request.state.until_answered = stack
             try:
                 tenant = self.service.admit(request, is_for_admins=self.is_for_admins, needs_key=self.needs_key)
                 if self.is_counted:
@@ -78,6 +80,8 @@ class Completing(Endpoint):
         served = self.service.model_of(fields)
         caller = await self.service.caller_of(request, tenant)
         call = self._kind(served, fields, caller)
+        # Why so late: what is refused wakes no model.
+        await self.service.use(request, served)
         call.owner = self.service.owner_of(call.options["cache_salt"], caller.derived)
         headers = {"x-request-id": call.id}
         if call.is_stream:
@@ -139,7 +143,7 @@ class Models(Endpoint):
         models = self.service.models
         if name is not None:
             found = self.service.model_of({"model": name})
-            return [(found, None if found.lora is None else self._base_of(found))]
+            return [(found, None if found.lora is None else self.service.base_of(found))]
         listed = list[tuple[ServedModel, str | None]]()
         for base, one in models.items():
             listed += [(one, None), *(
@@ -147,9 +151,6 @@ class Models(Endpoint):
                 for own in one.engine.adapter_names
             )]
         return listed
-
-    def _base_of(self, adapted: ServedModel) -> str:
-        return next(name for name, one in self.service.models.items() if one.engine is adapted.engine)
 
 
 class StoredResponse(Endpoint):

@@ -41,6 +41,7 @@ class Pooled(Endpoint):
         caller = await self.service.caller_of(request, tenant)
         try:
             call = kind(served, fields, caller)
+            await self.service.use(request, served)
             call.owner = self.service.owner_of(call.options["cache_salt"], caller.derived)
             content = await run_until_disconnect(request.receive, call.whole())
         except InvalidRequest as error:

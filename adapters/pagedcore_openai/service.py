@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -12,7 +13,8 @@ from weakref import WeakValueDictionary
 
 from starlette.requests import Request
 
-from pagedcore.errors import InvalidConfig
+from pagedcore import SharedEngines
+from pagedcore.errors import EngineInUse, InvalidConfig, InvalidRequest
 from pagedcore_http.body import body_limit, read_object
 from pagedcore_http.drain import OpenCalls
 from pagedcore_http.refusals import NotServing, RefusedAtTheDoor
@@ -21,6 +23,8 @@ from pagedcore_openai.calls import ServedModel, adapted
 from pagedcore_openai.errors import FieldMissing, ModelNotFound
 from pagedcore_openai.live import LiveView
 from pagedcore_openai.tenants import ApiKeys, Browsers
+
+_log = logging.getLogger(__name__)
 
 SaltHook = Callable[[Request], Salt | Awaitable[Salt]]
 SeesSalt = Callable[[bytes], bool]
@@ -65,6 +69,8 @@ class Service:
     """Directories below which the admin key may load adapters; empty: there are no routes for that."""
     weights_dir: Path | None = None
     """Where admins may load weights from; ``None``: nowhere."""
+    shared: SharedEngines | None = None
+    """What wakes the models that calls use; ``None``: those that sleep hold their calls."""
     open_calls: OpenCalls = field(default_factory=OpenCalls)
     live: dict[str, LiveView] = field(init=False)
     """By model."""
@@ -155,3 +161,21 @@ class Service:
         if served.engine.health().status == "dead":
             raise NotServing("the engine of this process makes no progress; ask another one.")
         return served
+
+    def base_of(self, served: ServedModel) -> str:
+        """Return the name of a model without its adapter."""
+        return next(name for name, one in self.models.items() if one.engine is served.engine)
+
+    async def use(self, request: Request, served: ServedModel) -> None:
+        """Keep a model awake until a call is answered. Raises ``RefusedAtTheDoor`` (503) if it cannot be woken now."""
+        if self.shared is None:
+            return
+        name = self.base_of(served)
+        try:
+            await request.state.until_answered.enter_async_context(self.shared.use(name))
+        except (InvalidConfig, InvalidRequest, EngineInUse, MemoryError) as error:
+            _log.warning("%s: it could not be woken: %s", name, str(error) or type(error).__name__)
+            raise RefusedAtTheDoor(
+                HTTPStatus.SERVICE_UNAVAILABLE, "model", f"{name}, which sleeps",
+                "one that is awake, or that there is room to wake: others are in use, or its files were changed",
+                is_described=True) from None

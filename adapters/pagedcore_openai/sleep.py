@@ -57,6 +57,9 @@ class WakeUp(Endpoint):
         """
         served = self.service.model_of(_WAKE.read(dict(request.query_params)))
         try:
+            if self.service.shared is not None:
+                async with self.service.shared.use(self.service.base_of(served)):
+                    return _told(served)
             await served.engine.wake()
         except EngineInUse:
             raise _busy() from None

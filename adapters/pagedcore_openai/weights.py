@@ -41,6 +41,7 @@ class UpdateWeights(Endpoint):
         mode = given.get("mode", "wait")
         if mode not in ("wait", "abort", "keep"):
             raise InvalidRequest("mode", mode, '"wait", "abort" or "keep"')
+        await self.service.use(request, served)
         try:
             async with served.engine.new_weights(given.get("version", place.name), running=mode, way=way) as new:
                 await new.load(place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -9,6 +10,13 @@ import typer
 
 from pagedcore.cli import common
 from pagedcore.errors import InvalidConfig, show
+
+MemoryOption = Annotated[
+    str | None, typer.Option(help='Memory for weights and KV of all models, "8GiB"; idle ones sleep to make room.')]
+IdleOption = Annotated[
+    str | None, typer.Option(help='A model gives its memory back when no call has used it for so long: "10m".')]
+MaxAdaptersOption = Annotated[
+    int | None, typer.Option(help="Adapters in memory at a time; else 8 with --adapter or --adapter-root.")]
 
 
 def serve(
@@ -39,6 +47,8 @@ def serve(
     kv_memory: Annotated[
         str | None, typer.Option(help='Memory for KV, such as "2GiB"; several models share it equally.')
     ] = None,
+    memory: MemoryOption = None,
+    idle_unload: IdleOption = None,
     dtype: common.DtypeOption = None,
     kv_cache_dtype: common.KVDtypeOption = None,
     quantization: common.QuantizationOption = None,
@@ -48,9 +58,7 @@ def serve(
     attention_backend: common.BackendOption = None,
     chat_template: common.TemplateOption = None,
     adapter: common.AdapterOption = None,
-    max_adapters: Annotated[
-        int | None, typer.Option(help="Adapters in memory at a time; else 8 with --adapter or --adapter-root.")
-    ] = None,
+    max_adapters: MaxAdaptersOption = None,
     adapter_root: Annotated[
         list[str] | None, typer.Option(help="Where PAGEDCORE_ADMIN_KEY may load adapters from; repeatable.")
     ] = None,
@@ -69,7 +77,8 @@ def serve(
         given = {"config": EngineConfig.from_file(config, **given)}
     run(_by_name(model, models or [], adapter), host=host, port=port, drain_s=drain_s, allow_hosts=allow_host or [],
         allow_origins=allow_origin or [], page=page, recordings=recordings, adapter_roots=adapter_root or [],
-        weights_dir=weights_dir, **given)
+        weights_dir=weights_dir, memory=memory, idle_s=None if idle_unload is None else _seconds_of(idle_unload),
+        **given)
 
 
 def run(by_name: Mapping[str, str], *, is_announced: bool = True, **options: Any) -> None:
@@ -111,6 +120,13 @@ def _by_name(model: str | None, models: list[str], adapters: list[str] | None) -
     if adapters and len(by_name) > 1:
         raise InvalidConfig(f"--adapter: got one with {len(by_name)} models, allowed is one model.")
     return by_name
+
+
+def _seconds_of(text: str) -> float:
+    """Return the seconds of "30s", "10m" or "2h". Raises ``InvalidConfig``."""
+    if (found := re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smh])", text)) is None:
+        raise InvalidConfig(f'--idle-unload: got {show(text)}, allowed is a time such as "30s", "10m" or "2h".')
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def _name_of(model: str) -> str:

@@ -76,7 +76,7 @@ class MemoryLease:
 
 
 class MemoryBudget:
-    """Memory that the KV pools of several engines in one process may take together.
+    """Memory that the KV pools of several engines in one process may take together, or their weights too.
 
         budget = MemoryBudget("4GiB")
         small = Engine.from_pretrained("a", kv_cache_memory=budget.share("1GiB"))
@@ -85,17 +85,20 @@ class MemoryBudget:
     An engine that is given the budget draws what it can use of what is left; one that is given a share draws exactly
     that, in whole blocks; either is refused if the budget does not have it. Closing an engine, or losing the last
     reference to it, gives its bytes back. This is a ledger of reservations: bytes never move between engines that run.
-    It is thread-safe.
+    It is thread-safe. With ``counts_weights`` each engine draws the weights of its model beside its pool, before it
+    reads them.
 
     Invariant: the leases that are out never add up to more than ``total_bytes``.
     """
 
-    def __init__(self, total: int | str) -> None:
+    def __init__(self, total: int | str, *, counts_weights: bool = False) -> None:
         """Open a budget of so many bytes, or of text such as ``"4GiB"``.
 
         Raises:
             InvalidConfig: it is neither.
         """
+        self.counts_weights = counts_weights
+        """Whether it has weights too; see ``SharedEngines``, which lets engines sleep to make room."""
         num_bytes = None if isinstance(total, float) else parse_memory(total, free_bytes=0, what="total")
         if num_bytes is None:
             raise InvalidConfig(f"total: got {show(total)}, allowed is {_SIZES}.")

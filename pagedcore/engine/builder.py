@@ -23,7 +23,7 @@ from pagedcore.drafting.drafts import Drafts
 from pagedcore.embedding_defaults import EmbeddingDefaults
 from pagedcore.engine.adapter_verbs import empty_slots, load_first, make_slots, num_slots_of
 from pagedcore.engine.draft_models import LoadedDraftModel, load_draft_model
-from pagedcore.engine.kv_memory import KVMemory, context_length
+from pagedcore.engine.kv_memory import KVMemory, context_length, draw_weights
 from pagedcore.errors import InvalidConfig
 from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.model_runner import ModelRunner
@@ -35,7 +35,7 @@ from pagedcore.lazy_names import delegate
 from pagedcore.lora.registry import AdapterRegistry
 from pagedcore.models.checkpoints.hub import ModelName
 from pagedcore.models.fingerprint import backend_fingerprint, description_of, kv_format
-from pagedcore.models.loading import load_tokenizer, model_name, resolve_backend
+from pagedcore.models.loading import DEFAULT_MODEL_BACKEND, load_tokenizer, model_name, plan_backend, resolve_backend
 from pagedcore.plugins.hookspecs import EngineInfo
 from pagedcore.plugins.manager import EngineHooks, create_plugin_manager
 from pagedcore.protocols import (
@@ -130,6 +130,8 @@ def build_components(
     policy = make_policy(manager.registry.schedulers.load(config.scheduling_policy), config.policy_options)
     named = ModelName(model) if type(model) is str else model
     num_slots_of(config)  # Why here: what can be refused without the model is
+    # Why first: what the budget has no room for is not read.
+    weights = draw_weights(config, lambda: _weight_bytes(named, config, manager))
     with DefaultFloatState():
         with usable_torch():
             backend = resolve_backend(named, config, manager.registry.load)
@@ -142,7 +144,7 @@ def build_components(
         undo = ExitStack()
         try:
             slots = make_slots(backend, config, undo)
-            memory = KVMemory(backend, config, draft)
+            memory = KVMemory(backend, config, draft, weights)
             undo.callback(memory.close)
             # Why last, so that it is first: freeing the pool ends the model's use of slots.
             undo.callback(empty_slots, slots, backend)
@@ -220,6 +222,15 @@ def _speculation(
     source = Drafts([one for one in rules.sources if one in DRAFTS_FROM])
     forced = grammars.forced if "grammar" in rules.sources else None
     return Speculation(source, DraftCosts(scheduler.costs.steps), backend.vocab_size, rules.most, forced, model), "on"
+
+
+def _weight_bytes(model: Any, config: EngineConfig, manager: PluginManager) -> int:
+    """Return the bytes of a model's weights, by its configuration. Raises ``InvalidConfig`` where nothing says them."""
+    if not isinstance(model, str) or config.model_backend not in ("auto", DEFAULT_MODEL_BACKEND):
+        raise InvalidConfig(
+            "kv_cache_memory: got a budget that counts weights, needed is a model by its directory, GGUF file or name "
+            "on the hub, whose bytes are known before it is read.")
+    return plan_backend(model, config, manager.registry.attention.load).weight_bytes
 
 
 def _load_draft_model(

@@ -8,6 +8,7 @@ several engines share.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pagedcore")
 
-Leased = Literal["kv", "weights"]
+Leased = Literal["kv", "weights", "draft"]
 DEFAULT_MEMORY_SHARE: Final = 0.3
 """Share of a machine's free memory that a KV pool takes at most when nothing is said; pages count once touched."""
 
@@ -36,12 +37,13 @@ class KVMemory:
     """
 
     def __init__(
-        self, backend: ModelBackend, config: EngineConfig, draft: LoadedDraftModel | None = None
+        self, backend: ModelBackend, config: EngineConfig, draft: LoadedDraftModel | None = None,
+        weights: MemoryLease | None = None,
     ) -> None:
         """Choose the number of blocks, draw their bytes from the budget if there is one, and allocate.
 
         A model that guesses has as many blocks in a pool of its own: sizes and budgets are those of both together, and
-        a budget has its weights too.
+        a budget has its weights too. ``weights`` is what was drawn for the model's own.
 
         Raises:
             InvalidConfig: the setting has not room for one block, or the machine does not give so much.
@@ -52,13 +54,13 @@ class KVMemory:
         self._own_bytes = pool.kv_block_bytes(self.block_size)
         beside = _pool_of(draft.backend) if draft is not None else None
         self._block_bytes = self._own_bytes + (beside.kv_block_bytes(self.block_size) if beside is not None else 0)
-        self._weight_bytes = draft.weight_bytes if draft is not None else 0
+        self._draft_bytes = draft.weight_bytes if draft is not None else 0
         self._length = context_length(backend.max_model_len, config)
         self.backends = (backend,) if draft is None else (backend, draft.backend)
         """What has a pool: the model, and one that guesses."""
         self._budget: MemoryBudget | None = None
-        self._drawn: dict[Leased, int] = {}
-        self._leases: dict[Leased, MemoryLease] = {}
+        self._leases: dict[Leased, MemoryLease] = {} if weights is None else {"weights": weights}
+        self._drawn: dict[Leased, int] = {what: lease.num_bytes for what, lease in self._leases.items()}
         free_bytes, self.num_host_blocks = pool.free_kv_bytes(), self._choose_num_host_blocks(config)
         with ExitStack() as undo:
             self.num_blocks = self._choose_num_blocks(backend, config, free_bytes, undo)
@@ -83,10 +85,10 @@ class KVMemory:
         """
         self._undo.close()
 
-    def give_back(self, what: Leased) -> None:
-        """Give back what was drawn from a budget, for "kv" or for "weights"; nothing if there is none of it."""
-        if (lease := self._leases.pop(what, None)) is not None:
-            lease.close()
+    def give_back(self, level: int) -> None:
+        """Give back what was drawn from a budget for the pool, and at level 2 for weights."""
+        for what in [one for one in self._leases if one == "kv" or level == 2]:
+            self._leases.pop(what).close()
 
     def draw_again(self) -> None:
         """Draw what ``give_back`` has given. Raises ``MemoryBudgetExceeded``; then the caller gives back all again."""
@@ -130,7 +132,7 @@ class KVMemory:
     def _draw(self, source: MemoryBudget | BudgetShare, config: EngineConfig, undo: ExitStack) -> int:
         unit, wanted = self._block_bytes, config.num_kv_blocks
         if isinstance(source, BudgetShare):
-            num_bytes = source.num_bytes - self._weight_bytes
+            num_bytes = source.num_bytes - self._draft_bytes
             wanted = wanted if wanted is not None else self._whole_blocks(num_bytes)
             if wanted * unit > num_bytes:
                 raise InvalidConfig(
@@ -141,8 +143,8 @@ class KVMemory:
         self._budget = source
         # Why not a method: what has a cycle goes to the garbage collector, and its bytes are missed until then.
         undo.callback(_close_all, self._leases)
-        if self._weight_bytes:
-            self._leases["weights"], self._drawn["weights"] = source.draw(self._weight_bytes), self._weight_bytes
+        if self._draft_bytes:
+            self._leases["draft"], self._drawn["draft"] = source.draw(self._draft_bytes), self._draft_bytes
         at_most = wanted if wanted is not None else self._useful_blocks(config)
         lease = source.draw((wanted or 1) * unit, at_most * unit, unit=unit)
         self._leases["kv"], self._drawn["kv"] = lease, lease.num_bytes
@@ -172,6 +174,22 @@ class KVMemory:
                 "KV pool: its %s are more than the %s of memory that were free; lower kv_cache_memory or num_kv_blocks",
                 format_memory(num_bytes), format_memory(free_bytes),
             )
+
+
+def draw_weights(config: EngineConfig, weight_bytes: Callable[[], int]) -> MemoryLease | None:
+    """Draw the weights of a model that is not read yet, where the budget of an engine counts them.
+
+    Raises:
+        MemoryBudgetExceeded: the budget has not enough left, for a share of its own not with the share.
+    """
+    source = config.kv_cache_memory
+    budget, beside = (source.budget, source.num_bytes) if isinstance(source, BudgetShare) else (source, 0)
+    if not (isinstance(budget, MemoryBudget) and budget.counts_weights):
+        return None
+    num_bytes = weight_bytes()
+    # Why together first: a pool that has no room is refused before weights are read for nothing.
+    budget.draw(num_bytes + beside).close()
+    return budget.draw(num_bytes)
 
 
 def _close_all(leases: dict[Leased, MemoryLease]) -> None:

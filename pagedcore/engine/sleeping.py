@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -172,7 +173,12 @@ class Wake:
 
         if self._level == 2:
             with DefaultFloatState(num_threads_of_torch()), usable_torch():
-                self._ready = [(one, _read_again(one)) for one in _sleepers(self.engine, 2)]
+                self._ready = [(one, _read_again(one, self._require_open)) for one in _sleepers(self.engine, 2)]
+
+    def _require_open(self, _: Any = None) -> None:
+        # Why: whoever closes a process waits for the thread that reads.
+        if self._is_closed:
+            raise EngineClosed("wake: it was broken off.")
 
     def commit(self) -> None:
         """Be awake from now on. Raises ``InvalidConfig`` if there is no memory for the pool, and ``EngineClosed``."""
@@ -180,8 +186,7 @@ class Wake:
         if not self._level:
             return
         with engine.exclusive(), engine.weights_holder.steps.undisturbed(), self._lock:
-            if self._is_closed:
-                raise EngineClosed("wake: it was broken off.")
+            self._require_open()
             backends = _sleepers(engine, 1)
             try:
                 for one in backends:
@@ -199,9 +204,7 @@ class Wake:
         with self._lock:
             self._is_closed, self._ready = True, []
             if self._level and self.engine.sleep_level:
-                self.engine.components.memory.give_back("kv")
-                if self._level == 2:
-                    self.engine.components.memory.give_back("weights")
+                self.engine.components.memory.give_back(self._level)
             if self._has_claim:
                 self._has_claim = False
                 self.engine.weights_holder.release()
@@ -211,15 +214,12 @@ def give_back(engine: Any, backends: list[TransformersModel], level: int) -> Non
     """Free the memory of a level, where it is not free; the engine is marked as asleep."""
     from pagedcore.execution.memory_pages import give_back_freed
 
-    memory = engine.components.memory
     for one in backends:
         one.suspend_kv()
         if level == 2:
             one.lose_weights()
     give_back_freed()
-    memory.give_back("kv")
-    if level == 2:
-        memory.give_back("weights")
+    engine.components.memory.give_back(level)
 
 
 def _sleepers(engine: Any, level: int) -> list[TransformersModel]:
@@ -238,8 +238,11 @@ def _sleepers(engine: Any, level: int) -> list[TransformersModel]:
     return found
 
 
-def _read_again(one: TransformersModel) -> TransformersModel:
-    """Return what a backend was before it lost its weights. Raises ``InvalidWeights`` if the files are others now."""
+def _read_again(one: TransformersModel, on_packed: Callable[[Any], None]) -> TransformersModel:
+    """Return what a backend was before it lost its weights; ``on_packed`` is called after each of them.
+
+    Raises ``InvalidWeights`` if the files are others now.
+    """
     from pagedcore.models import new_weights
 
     origin = one.origin
@@ -250,7 +253,7 @@ def _read_again(one: TransformersModel) -> TransformersModel:
     if changed:
         raise InvalidWeights("weights", f"{len(changed)} files that were changed or removed since they were read, "
                              f"{changed[0][:80]} among them", "the same files", is_described=True)
-    new: TransformersModel = origin.load_files(origin.source, lambda model: None, Succession(one, lambda weight: None))
+    new: TransformersModel = origin.load_files(origin.source, lambda model: None, Succession(one, on_packed))
     new_weights.require_same_form(one, new)
     if new.fingerprint != one.fingerprint:
         raise InvalidWeights("weights", "others than before", "the same ones", is_described=True)

@@ -15,8 +15,8 @@ from architecture.sources import PACKAGE_PARENTS, PACKAGES, ROOT
 PUBLIC = ["AdapterInfo", "AsyncEngine", "Batch", "BatchRequest", "Chat", "ChatReply", "Classification",
           "CompletionOutput", "CompletionScore", "ContinuousBatcher", "Delta", "Embedding", "Engine", "EngineConfig",
           "Infill", "MemoryBudget", "PairScore", "Request", "RequestOutput", "SamplingParams", "Session",
-          "StructuredOutput", "TokenLogprobs", "TokenText", "Usage", "engine_metrics", "engine_metrics_text",
-          "expose"]
+          "SharedEngines", "StructuredOutput", "TokenLogprobs", "TokenText", "Usage", "engine_metrics",
+          "engine_metrics_text", "expose"]
 HEAVY = ("torch", "transformers", "bentoml", "langchain", "langchain_core", "numba", "numba.cuda", "tokenizers")
 MAX_SHARE_OF_TORCH = 0.5
 

@@ -61,10 +61,10 @@ class Server:
 
 
 @contextmanager
-def serve_process(*words: str, **environment: str) -> Iterator[Server]:
-    """Run the command until the block is left."""
+def serve_process(*words: str, program: tuple[str, ...] = ("-m", "pagedcore"), **environment: str) -> Iterator[Server]:
+    """Run the command until the block is left; ``program`` is what Python runs."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PACKAGE_PARENTS)), "COLUMNS": "200", **environment}
-    command = [sys.executable, "-m", "pagedcore", "serve", *words, "--port", "0"]
+    command = [sys.executable, *program, "serve", *words, "--port", "0"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield Server(process)
