@@ -50,7 +50,8 @@ _OF_LLAMA, _OF_GPT_4O = _Way(_LLAMA_SPLIT, True, True), _Way(_split_by_case(_END
 _WAYS: Final[Mapping[str, _Way]] = {
     "gpt-2": _OF_GPT_2, "smollm": _OF_DIGITS, "refact": _OF_DIGITS, "starcoder": _OF_DIGITS, "qwen2": _OF_QWEN,
     "deepseek-r1-qwen": _OF_QWEN, "qwen35": _Way(_MARKS_SPLIT), "llama-bpe": _OF_LLAMA,
-    "llama3": _OF_LLAMA, "llama-v3": _OF_LLAMA, "dbrx": _Way(_LLAMA_SPLIT), "chatglm-bpe": _Way(_LLAMA_SPLIT),
+    "llama3": _OF_LLAMA, "llama-v3": _OF_LLAMA, "lfm2": _OF_LLAMA, "dbrx": _Way(_LLAMA_SPLIT),
+    "chatglm-bpe": _Way(_LLAMA_SPLIT),
     "glm4": _Way(_LLAMA_SPLIT, True), "gpt-4o": _OF_GPT_4O, "llama4": _OF_GPT_4O,
     "tekken": _Way(_split_by_case("", r"\p{N}"), True, True),
 }

@@ -221,11 +221,17 @@ _OF_FAMILY = {
         "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
     },
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
+    "lfm2": {
+        "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "self_attn.out_proj": "attn_output",
+        "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm", "feed_forward.w1": "ffn_gate",
+        "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down", "conv.in_proj": "shortconv.in_proj",
+        "conv.out_proj": "shortconv.out_proj", "conv.conv": "shortconv.conv",
+    },
 }
 _OTHERS = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
     "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
-    "model.per_layer_projection_norm": "per_layer_proj_norm",
+    "model.per_layer_projection_norm": "per_layer_proj_norm", "model.embedding_norm": "token_embd_norm",
 }
 #: llama.cpp's names of architectures that transformers calls otherwise.
 _ARCHITECTURES = {"gpt_oss": "gpt-oss", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "qwen3_moe": "qwen3moe",
@@ -287,7 +293,8 @@ def metadata_of(config: Any, **more: Any) -> dict[str, Any]:
         "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "block_count": config.num_hidden_layers, "feed_forward_length": config.intermediate_size,
         "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
-        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps), "attention.key_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(getattr(config, "rms_norm_eps", None) or config.norm_eps),
+        "attention.key_length": config.head_dim,
         "rope.freq_base": float(rope["rope_theta"]), **_rope_fields(rope), **_fields_of_family(config),
     }
     return {"general.architecture": name, **{f"{name}.{field}": value for field, value in fields.items()}, **more}
@@ -336,6 +343,9 @@ def _fields_of_family(config: Any) -> dict[str, Any]:
             return {"attention.temperature_scale": float(config.rope_parameters["llama_4_scaling_beta"])}
         case "glm4":
             return {"rope.dimension_count": turned}
+        case "lfm2":
+            heads = [config.num_key_value_heads if kind != "conv" else 0 for kind in config.layer_types]
+            return {"attention.head_count_kv": heads, "shortconv.l_cache": config.conv_L_cache, "vocab_size": 8}
         case _:
             return {}
 
@@ -406,7 +416,9 @@ def write_model(
     for number, (name, parameter) in enumerate(model.state_dict(keep_vars=True).items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        for place, (own, piece) in enumerate(_pieces(name, family, parameter.data)):
+        # Shape: files leave out the middle dimension of a convolution.
+        data = parameter.data.squeeze(1) if parameter.ndim == 3 and ".conv." in name else parameter.data
+        for place, (own, piece) in enumerate(_pieces(name, family, data)):
             kind = kinds[number % len(kinds)]
             if kinds_of_experts and ".experts." in name:
                 kind = kinds_of_experts[place]
@@ -425,7 +437,7 @@ def _tensor(
         numbers = rng.normal(1.0 if "norm" in name or "scalar" in name else 0.0, 0.1, shape).astype(np.float32)
         tensor = floats("f32", _permuted(numbers, config.head_dim) if is_turned else numbers)
         return tensor, numbers - np.float32(config.model_type == "gemma3_text" and "norm" in name)
-    is_number = name.endswith((".gate.weight", ".router.weight", "_bias"))
+    is_number = name.endswith((".gate.weight", ".router.weight", "_bias", ".conv.conv.weight"))
     if kind in QUANTISED and not is_number:
         rows = random_blocks(rng, kind, (int(np.prod(shape[:-1])), shape[-1]))
         tensor = Tensor(kind, shape, rows.content)

@@ -247,7 +247,7 @@ class GGUF:
         if found := _LAYER.fullmatch(module):
             inner = _EXPERT.sub(r"\1\3", found[2])
             return f"blk.{found[1]}.{self._architecture.names.get(inner, inner)}.{last}"
-        own = f"{_NAMES.get(module, module)}.{last}"
+        own = f"{self._architecture.others.get(module) or _NAMES.get(module, module)}.{last}"
         return _EMBEDDING if own == _HEAD and _HEAD not in self._file.tensors else own
 
     def _names_of(self, name: str) -> list[str]:
@@ -281,7 +281,8 @@ class GGUF:
     def _rows_of(self, own: str, shape: tuple[int, ...]) -> tuple[BlockType, torch.Tensor]:
         if (entry := self._file.tensors.get(own)) is None:
             raise refusal(f"{own} is missing in its file")
-        if entry.shape != shape:
+        # Shape: of a convolution, whose channels do not mix, files leave the middle dimension out.
+        if entry.shape != shape and entry.shape != tuple(one for one in shape if one != 1):
             raise refusal(f"{own} is of shape {list(entry.shape)}, needed is {list(shape)}")
         return entry.kind, self._file.rows(own)
 
@@ -333,9 +334,10 @@ class GGUF:
         return {**fields, **architecture.fields(given, fields)}
 
     def _first(self, name: str, count: int, default: int | None = None) -> int:
-        """Return a size, of the first layer where each may have one of its own."""
+        """Return a size, of the first layer that has any where each may have one of its own."""
         if name in self._architecture.by_layer:
-            return self._given.sizes(name, count, default)[0]
+            sizes = self._given.sizes(name, count, default, least=0 if self._architecture.skips_attention else 1)
+            return next(filter(None, sizes))
         return self._given.size(name, default)
 
     def _num_turned(self, head: int) -> int:

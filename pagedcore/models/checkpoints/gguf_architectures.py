@@ -32,6 +32,8 @@ _GPT_OSS: Final = {
 }
 _LOCAL_BASE: Final = 10000.0
 _PATTERN: Final = 6
+_MOST_TAPS: Final = 64
+"""More inputs than a short convolution has."""
 _LAYERS_OF_27B: Final = 62
 """Of Gemma 3; the file of that model does not say that it divides scores by another root, and llama.cpp counts."""
 
@@ -60,6 +62,10 @@ class Architecture:
     """Whether the file's factors of angles say which numbers of a head are turned, and are no factors otherwise."""
     by_layer: frozenset[str] = frozenset()
     """Entries that may be a list, with a number for each layer."""
+    skips_attention: bool = False
+    """Whether some layers have no heads, which such lists say by 0."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Of modules that are in no layer, where files call them otherwise than those of other architectures."""
     has_experts: bool = False
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Of a layer's tensors that are no module's weight or bias: the file's; outputs of two alternate in one."""
@@ -139,6 +145,19 @@ def _mistral3(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
             "rope_parameters": {**rope, "llama_4_scaling_beta": given.number("attention.temperature_scale")}}
 
 
+def _lfm2(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
+    count, heads = fields["num_hidden_layers"], fields["num_key_value_heads"]
+    of_layers = given.sizes("attention.head_count_kv", count, heads, least=0)
+    if {*of_layers} - {0, heads}:
+        given.refuse("attention.head_count_kv", "one number for all layers that attend, and 0 for the others")
+    return {
+        "layer_types": ["full_attention" if one else "conv" for one in of_layers],
+        "conv_L_cache": given.at_most("shortconv.l_cache", given.size("shortconv.l_cache"), _MOST_TAPS),
+        "conv_bias": any(name.endswith(".shortconv.conv.bias") for name in given.tensors),
+        "norm_eps": fields["rms_norm_eps"], "block_auto_adjust_ff_dim": False,
+    }
+
+
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "llama": Architecture(model_type="llama", turns_rows=True),
     "qwen2": Architecture(model_type="qwen2", has_bias_field=False),
@@ -186,6 +205,17 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     "mistral3": Architecture(
         model_type="ministral3", fields=_mistral3, turns_rows=True, has_bias_field=False,
         metadata=frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"}),
+    ),
+    "lfm2": Architecture(
+        model_type="lfm2", names={
+            "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "self_attn.q_proj": "attn_q",
+            "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.out_proj": "attn_output",
+            "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm",
+            "feed_forward.w1": "ffn_gate", "feed_forward.w3": "ffn_up", "feed_forward.w2": "ffn_down",
+            "conv.in_proj": "shortconv.in_proj", "conv.out_proj": "shortconv.out_proj", "conv.conv": "shortconv.conv",
+        }, others={"model.embedding_norm": "token_embd_norm"}, fields=_lfm2, has_bias_field=False,
+        by_layer=frozenset({"attention.head_count_kv"}), skips_attention=True,
+        metadata=frozenset({"shortconv.l_cache"}),
     ),
     "glm4": Architecture(
         model_type="glm4", names={

@@ -38,12 +38,14 @@ class Metadata:
             self.refuse(name, "a size")
         return value
 
-    def sizes(self, name: str, count: int, default: int | None = None) -> list[int]:
-        """Return a size for each of ``count`` layers, which may be one number for all; errors as of ``size``."""
+    def sizes(self, name: str, count: int, default: int | None = None, *, least: int = 1) -> list[int]:
+        """Return a size for each of ``count`` layers, which may be one number for all; errors as of ``size``. Some, but
+        not all, may be 0 where that is the ``least``.
+        """
         value = self.given.get(name, default)
         if not isinstance(value, list):
             return [self.size(name, default)] * count
-        if len(value) != count or not all(type(one) is int and 0 < one < 2**31 for one in value):
+        if len(value) != count or not all(type(one) is int and least <= one < 2**31 for one in value) or not any(value):
             self.refuse(name, f"a size, or one for each of {count} layers")
         return value
 

@@ -70,6 +70,9 @@ OSS: dict[str, Any] = {**YARN, "beta_fast": 0.5, "beta_slow": 0.1, "truncate": F
     ("gpt_oss", ("mxfp4", "q8_0"), {}, {
         "sliding_window": 8, "rope_parameters": OSS, **SHORT_CONTEXT}),
     ("glm4", ("q5_0", "mxfp4"), {}, {"attention_bias": True}),
+    ("lfm2", ("q4_k", "q6_k"), {}, {"layer_types": ["conv", "full_attention"], "head_dim": 64, "conv_bias": False}),
+    ("lfm2", ("q8_0", "q5_0"), {}, {
+        "layer_types": ["full_attention", "conv"], "conv_bias": True, "tie_word_embeddings": True}),
     ("qwen3", ("q4_k",), {}, {"rope_parameters": YARN, **SHORT_CONTEXT}),
 ])  # fmt: skip
 def test_a_model_computes_its_numbers(
@@ -167,6 +170,9 @@ def test_mistral_without_a_temperature_is_mistral(tmp_path: Path) -> None:
     ("gemma4_text", {"gemma4.rope.scaling.type": "linear", "gemma4.rope.scaling.factor": 2.0}, {}, "needed is none"),
     ("gemma4_text", {}, {"rope_freqs.weight": floats("f32", np.full(256, 8.0))}, "has other values than 1"),
     ("gemma4_text", {"tokenizer.ggml.suppress_tokens": ["a"]}, {}, "needed are ids of tokens"),
+    ("lfm2", {"lfm2.attention.head_count_kv": [0, 0]}, {}, "needed is a size, or one for each of 2 layers"),
+    ("lfm2", {"lfm2.attention.head_count_kv": [2, 1]}, {}, "one number for all layers that attend, and 0 for the oth"),
+    ("lfm2", {"lfm2.shortconv.l_cache": 10**6}, {}, "l_cache is 1000000, needed is at most 64"),
     ("llama", {"llama.feed_forward_length": [512, 512]}, {}, "needed is a size"),
     ("gemma3_text", {"gemma3.attention.sliding_window_pattern": [1, 0]}, {}, r"pattern is \[1, 0\], needed is a size"),
     ("phi3", {"phi3.rope.dimension_count": 63}, {}, "rope.dimension_count is 63, and its heads are of 64"),
@@ -182,6 +188,7 @@ def test_what_is_not_understood_is_refused(
     changes: dict[str, Any] = {
         "ministral3": {"rope_parameters": MINISTRAL},
         "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0},
+        "lfm2": {"layer_types": ["conv", "full_attention"]},
     }.get(family, {})
     path = str(tmp_path / "model.gguf")
     write_model(tmp_path / "model.gguf", family, MIXED, metadata, tensors, **SMALL, **changes)
