@@ -550,10 +550,22 @@ class Constraint(Protocol):
         """Return another one for a second sequence, under the same grammar, at its beginning."""
 
 
-class MaskRows(Protocol):
-    """Applies constraints to rows of logits."""
+class MasksTokens(Protocol):
+    """Knows which tokens constraints allow."""
 
-    def __call__(
+    def masks_of(
+        self, constrained: Sequence[tuple[Constraint, Sequence[int]]]
+    ) -> tuple[npt.NDArray[np.uint8], dict[int, Exception]]:
+        """Return which tokens may come next: a bit for each, [constraints, ceil(vocab_size / 8)], lowest bits first.
+
+        Args:
+            constrained: constraints, each with the tokens of its completion so far.
+
+        Returns:
+            The masks, and why one could not be made, by its place; such a mask allows nothing.
+        """
+
+    def mask_rows(
         self, rows: FloatArray, constrained: Sequence[tuple[int, Constraint, Sequence[int]]]
     ) -> dict[int, Exception]:
         """Set the logits of all tokens that must not come next to minus infinity, in place.
@@ -563,7 +575,7 @@ class MaskRows(Protocol):
             constrained: rows that have a constraint, each with the tokens of its completion so far.
 
         Returns:
-            Why a row could not be masked, by its index; such a row is all minus infinity.
+            Why a row could not be masked, by its index; of such a row no token may come.
         """
 
 

@@ -194,7 +194,7 @@ def _assemble(
     store, form = memory.store, kv_format(backend, memory.block_size)
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
     threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
-    runner = ModelRunner(backend, Sampler(backend.vocab_size, grammars.mask_rows), threads)
+    runner = ModelRunner(backend, Sampler(backend.vocab_size, grammars), threads)
     runner.slot_of = slots.slot_of
     if config.check_invariants:
         store, runner, laws = _shadow(scheduler, store, runner)

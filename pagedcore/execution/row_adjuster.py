@@ -6,7 +6,7 @@ It touches the few tokens that they concern. Nothing here keeps what could not b
 from __future__ import annotations
 
 from collections.abc import Sequence as ListOf
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from pagedcore.execution.sequence_ahead import SequenceAhead, origin
 from pagedcore.protocols import FloatArray, Int64Array
 from pagedcore.sequence import Sequence
 
-_LARGEST_FINITE: Final = float(np.finfo(np.float32).max)
+LARGEST_FINITE: Final = float(np.finfo(np.float32).max)
 
 
 def bars_tokens(sequence: Sequence | SequenceAhead) -> bool:
@@ -34,6 +34,32 @@ def barred_of(sequence: Sequence | SequenceAhead) -> set[int]:
     params, num_tokens = sequence.params, sequence.num_output_tokens
     ends = sequence.stop_token_ids if num_tokens < params.min_tokens else ()
     return {*ends, *params.suppress_tokens, *(() if num_tokens else params.begin_suppress_tokens)}
+
+
+class RowEdits(NamedTuple):
+    """What is to be done to one row of logits, part after part; each touches the tokens that it names and no others.
+
+    Logits that are NaN or plus infinity stay as they are.
+    """
+
+    biased: Int64Array
+    bias: FloatArray
+    """Added to the logits of ``biased``, each once, in float32."""
+    seen: Int64Array
+    """Tokens, each once, whose logits are divided by ``penalty`` if they are positive and multiplied if not, in
+    float64, and lose ``taken_off``; finite ones stay within what float32 has."""
+    penalty: float
+    taken_off: npt.NDArray[np.float64]
+    others: npt.NDArray[np.bool_] | None
+    """Of shape [vocab_size], tokens that may not come; ``None``: all may."""
+    barred: Int64Array
+    """Further tokens that may not come, some perhaps twice."""
+    forced: Int64Array | None
+    """If there are any, only these may come, equally likely, whatever was said of them before."""
+
+
+_NO_TOKENS: Final = np.empty(0, np.int64)
+_NOTHING: Final = np.empty(0)
 
 
 class RowAdjuster:
@@ -73,37 +99,49 @@ class RowAdjuster:
             and self._num_tokens <= len(sequence.token_ids)
         )
 
-    def adjust(self, row: FloatArray, sequence: Sequence | SequenceAhead) -> None:
-        """Change the row [vocab_size] in place that follows the tokens of the sequence that it is for."""
-        self._num_tokens = len(sequence.token_ids)
-        token_ids, bias = self._bias
-        if len(token_ids):
-            row[token_ids] += bias
+    def edits(self, sequence: Sequence | SequenceAhead) -> RowEdits:
+        """Return what is done to the row that follows the tokens of the sequence that it is for."""
+        params, self._num_tokens = self._params, len(sequence.token_ids)
+        seen, taken_off = _NO_TOKENS, _NOTHING
         if self._seen is not None:
-            self._penalise(row, self._seen.count(sequence))
-        if self._others is not None:
-            bar(row, self._others)
-        if self._bad_words is not None:
-            bar(row, self._bad_words.barred_after(sequence))
-        if self._runs is not None:
-            bar(row, self._runs.barred_after(sequence))
+            seen, counts = self._seen.count(sequence)
+            taken_off = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+        barred = [part.barred_after(sequence) for part in (self._bad_words, self._runs) if part is not None]
         if bars_tokens(sequence):
             known = [token_id for token_id in barred_of(sequence) if token_id < self._vocab_size]
-            bar(row, np.array(known, np.int64))
-        forced = self._params.forced_eos_token_id
-        if forced is not None and sequence.num_output_tokens == sequence.max_tokens - 1:
-            _force(row, np.array(forced, np.int64))
+            barred.append(np.array(known, np.int64))
+        forced = None
+        if params.forced_eos_token_id is not None and sequence.num_output_tokens == sequence.max_tokens - 1:
+            forced = np.array(params.forced_eos_token_id, np.int64)
+        return RowEdits(
+            *self._bias, seen, params.repetition_penalty, taken_off, self._others,
+            np.concatenate(barred) if barred else _NO_TOKENS, forced,
+        )
 
-    def _penalise(self, row: FloatArray, seen: tuple[Int64Array, Int64Array]) -> None:
-        (token_ids, counts), params = seen, self._params
-        logits = row[token_ids]
-        # Why: float64 holds any quotient of a float32 and a normal penalty; what does not fit is clipped below.
-        penalised = logits.astype(np.float64)
-        if (penalty := params.repetition_penalty) != 1.0:
-            with np.errstate(over="ignore", invalid="ignore"):
-                penalised = np.where(penalised > 0, penalised / penalty, penalised * penalty)
-        penalised -= params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
-        row[token_ids] = np.where(np.isfinite(logits), np.clip(penalised, -_LARGEST_FINITE, _LARGEST_FINITE), logits)
+    def adjust(self, row: FloatArray, sequence: Sequence | SequenceAhead) -> None:
+        """Change the row [vocab_size] in place that follows the tokens of the sequence that it is for."""
+        edits = self.edits(sequence)
+        if len(edits.biased):
+            row[edits.biased] += edits.bias
+        if len(edits.seen):
+            _penalise(row, edits)
+        if edits.others is not None:
+            bar(row, edits.others)
+        if len(edits.barred):
+            bar(row, edits.barred)
+        if edits.forced is not None:
+            _force(row, edits.forced)
+
+
+def _penalise(row: FloatArray, edits: RowEdits) -> None:
+    logits, penalty = row[edits.seen], edits.penalty
+    # Why: float64 holds any quotient of a float32 and a normal penalty; what does not fit is clipped below.
+    penalised = logits.astype(np.float64)
+    if penalty != 1.0:
+        with np.errstate(over="ignore", invalid="ignore"):
+            penalised = np.where(penalised > 0, penalised / penalty, penalised * penalty)
+    penalised -= edits.taken_off
+    row[edits.seen] = np.where(np.isfinite(logits), np.clip(penalised, -LARGEST_FINITE, LARGEST_FINITE), logits)
 
 
 def bar(row: FloatArray, places: npt.NDArray[Any]) -> None:

@@ -24,7 +24,7 @@ from pagedcore.execution.logits_processor import process_row
 from pagedcore.execution.row_adjuster import RowAdjuster, bar, barred_of, bars_tokens
 from pagedcore.execution.sequence_ahead import SequenceAhead
 from pagedcore.outputs import TokenLogprobs
-from pagedcore.protocols import FloatArray, Int64Array, MaskRows
+from pagedcore.protocols import FloatArray, Int64Array, MasksTokens
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.sequence import Sequence
 from pagedcore_kernels.cpu.runtime.float_state import use_default_floats
@@ -81,9 +81,9 @@ class Sampler:
     Invariant: an adjuster is kept from a step to the next only for the very sequence, turn and parameters it is for.
     """
 
-    def __init__(self, vocab_size: int, mask_rows: MaskRows | None = None) -> None:
-        """Sample from a vocabulary; ``mask_rows`` is used if a sequence has a constraint."""
-        self._vocab_size, self._mask_rows = vocab_size, mask_rows
+    def __init__(self, vocab_size: int, masks: MasksTokens | None = None) -> None:
+        """Sample from a vocabulary; ``masks`` is used if a sequence has a constraint."""
+        self.vocab_size, self.masks = vocab_size, masks
         self._pick_greedily = GreedyPicker(vocab_size)
         self._sample = TokenSampler(vocab_size)
         self._report = LogprobReporter(vocab_size)
@@ -165,7 +165,7 @@ class Sampler:
             StepFailed: they are not tokens of so many rows.
         """
         rounds = _rounds(rows)
-        _require_token_ids(token_ids, sum(map(len, rounds)), self._vocab_size)
+        _require_token_ids(token_ids, sum(map(len, rounds)), self.vocab_size)
         self.forget()
         of_row: list[list[int]] = [[] for _ in rows]
         for i, token_id in zip(chain.from_iterable(rounds), token_ids.tolist(), strict=True):
@@ -207,7 +207,7 @@ class Sampler:
     def barred_tokens(self, sequences: ListOf[Sequence | SequenceAhead]) -> Int64Array:
         """Return the tokens that may not come, or not yet, whatever their logits: [B, 2] rows and ids."""
         places = [(i, token_id) for i, one in enumerate(sequences) if _bars_tokens(one)
-                  for token_id in barred_of(one) if token_id < self._vocab_size]  # fmt: skip
+                  for token_id in barred_of(one) if token_id < self.vocab_size]  # fmt: skip
         return np.array(places, np.int64).reshape(-1, 2)
 
     def take(self, token_ids: Int64Array, count: int) -> SampledTokens:
@@ -216,7 +216,7 @@ class Sampler:
         Raises:
             StepFailed: they are not tokens of so many rows.
         """
-        _require_token_ids(token_ids, count, self._vocab_size)
+        _require_token_ids(token_ids, count, self.vocab_size)
         self.forget()
         return SampledTokens(token_ids, [None] * count)
 
@@ -275,7 +275,7 @@ class Sampler:
         """
         token_ids, positions = scored.sequence.token_ids, scored.scored_positions
         turn = turn.branch(turn.sequence_id, seed=turn.seed)
-        adjuster, count = RowAdjuster(turn, self._vocab_size), len(rows)
+        adjuster, count = RowAdjuster(turn, self.vocab_size), len(rows)
         for place, position in enumerate(positions):
             turn.token_ids.extend(token_ids[len(turn.token_ids) : position + 1])
             if turn.is_adjusted or _bars_tokens(turn):
@@ -324,7 +324,7 @@ class Sampler:
                 continue
             adjuster = adjusters.get(sequence.sequence_id)
             if adjuster is None or not adjuster.is_for(sequence):
-                adjuster = RowAdjuster(sequence, self._vocab_size)
+                adjuster = RowAdjuster(sequence, self.vocab_size)
             # Why: a sequence outside this step may never come back; if it does, its tokens are counted again.
             self._adjusters[sequence.sequence_id] = adjuster
             if i in reports and reports[i].raw is None:
@@ -341,10 +341,10 @@ class Sampler:
     def _mask(
         self, rows: FloatArray, constrained: ListOf[tuple[int, Sequence | SequenceAhead]]
     ) -> dict[int, Exception]:
-        """Mask rows by the constraints of their sequences. As ``MaskRows``."""
-        assert self._mask_rows is not None  # Invariant: an engine that compiles constraints gives it
-        return self._mask_rows(rows, [(i, one.constraint, one.output_token_ids) for i, one in constrained
-                                      if one.constraint is not None])
+        """Mask rows by the constraints of their sequences. As ``MasksTokens``."""
+        assert self.masks is not None  # Invariant: an engine that compiles constraints gives it
+        return self.masks.mask_rows(rows, [(i, one.constraint, one.output_token_ids) for i, one in constrained
+                                           if one.constraint is not None])
 
     def _make_reports(self, rows: FloatArray, wanted: dict[int, int]) -> dict[int, _Report]:
         if not wanted:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from weakref import WeakSet
 
 import numpy as np
+import numpy.typing as npt
 
 from pagedcore.config import limits
 from pagedcore.errors import GrammarFailed, GrammarsBusy, InvalidGrammar, MissingDependency
@@ -124,28 +125,34 @@ class Grammars:
             self._live.add(grammar)
         return GrammarCursor(grammar)
 
-    def mask_rows(
-        self, rows: FloatArray, constrained: Sequence[tuple[int, Constraint, Sequence[int]]]
-    ) -> dict[int, Exception]:
-        """Allow what the grammars allow; as ``MaskRows``."""
+    def masks_of(
+        self, constrained: Sequence[tuple[Constraint, Sequence[int]]]
+    ) -> tuple[npt.NDArray[np.uint8], dict[int, Exception]]:
+        """Say which tokens may come next; as ``MasksTokens``."""
         from llguidance.numpy import fill_next_token_bitmask_par
 
         vocabulary, failures = self._read_vocabulary(), dict[int, Exception]()
         masks = np.empty((len(constrained), vocabulary.num_words), np.int32)
         matchers = [(cast(GrammarCursor, one).matcher_after(ids), place)
-                    for place, (_, one, ids) in enumerate(constrained)]
+                    for place, (one, ids) in enumerate(constrained)]
         fill_next_token_bitmask_par(self._threads(), matchers, masks)
         masks &= vocabulary.known
-        for (index, _, _), (matcher, place) in zip(constrained, matchers, strict=True):
-            row = rows[index]
+        for matcher, place in matchers:
             if matcher.is_error():
-                failures[index] = GrammarFailed(f"structured output: {_reason(matcher)}")
-                row[:] = -np.inf
-            else:
-                bits = np.unpackbits(masks[place].view(np.uint8), bitorder="little", count=self._vocab_size)
-                # Why: what is NaN or plus infinity stays, so that a broken row is recognised.
-                np.putmask(row, (bits == 0) & (row < np.inf), -np.inf)
-        return failures
+                failures[place] = GrammarFailed(f"structured output: {_reason(matcher)}")
+                masks[place] = 0
+        return masks.view(np.uint8)[:, : -(-self._vocab_size // 8)], failures
+
+    def mask_rows(
+        self, rows: FloatArray, constrained: Sequence[tuple[int, Constraint, Sequence[int]]]
+    ) -> dict[int, Exception]:
+        """Allow what the grammars allow; as ``MasksTokens``."""
+        masks, failures = self.masks_of([(one, ids) for _, one, ids in constrained])
+        for (index, _, _), mask in zip(constrained, masks, strict=True):
+            row, bits = rows[index], np.unpackbits(mask, bitorder="little", count=self._vocab_size)
+            # Why: what is NaN or plus infinity stays, so that a broken row is recognised.
+            np.putmask(row, (bits == 0) & (row < np.inf), -np.inf)
+        return {constrained[place][0]: error for place, error in failures.items()}
 
     def forced(self, constraint: Constraint, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
         """Return the tokens that a grammar forces next; as ``ForcedTokens``."""
