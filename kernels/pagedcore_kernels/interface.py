@@ -337,6 +337,30 @@ class RecordsLaunches(Protocol):
         ...
 
 
+class TokenChooser(Protocol):
+    """Chooses tokens from logits that are on a device, and leaves them alone."""
+
+    def __call__(self, logits: torch.Tensor, rows: npt.NDArray[Any] | None) -> torch.Tensor:
+        """Return int64 [S] on the device, nothing waited for; -1 where a logit is NaN or plus infinity, or none is
+        finite.
+
+        Args:
+            logits: float32 [S, vocab_size] there, elements of a row together.
+            rows: [S] of ``SAMPLING_ROW``, as ``cpu.sampling.samplers.sampling_rows`` makes them; ``None``: the most
+                likely token of each row is wanted, the lowest id of equal ones.
+        """
+        ...
+
+
+@runtime_checkable
+class ChoosesTokens(Protocol):
+    """An attention backend that has also what chooses tokens on its device."""
+
+    def new_token_chooser(self, vocab_size: int) -> TokenChooser:
+        """Return it, for one thread at a time."""
+        ...
+
+
 class Matmul(Protocol):
     """``rows @ weight.T + bias`` for one weight and bias that it keeps in its own arrangement."""
 

@@ -16,6 +16,7 @@ import torch
 
 from pagedcore.errors import InternalError, StepFailed
 from pagedcore.execution.compute_threads import ComputeThreads
+from pagedcore.execution.device_sampler import DeviceSampler, KeepsLogits
 from pagedcore.execution.failures import concerns_all_rows
 from pagedcore.execution.ragged_batch import NO_SLOTS, RaggedBatch, build_batch
 from pagedcore.execution.sampler import SampledTokens, Sampler
@@ -37,6 +38,7 @@ class ModelRunner:
         self.backend, self._sampler, self._threads = backend, sampler, threads
         self.slot_of: Mapping[int, int] = NO_SLOTS
         """The slots of adapters, by the numbers that sequences have; the scheduler's."""
+        self._device_sampler: DeviceSampler | None = None
         self.floats = DefaultFloatState()
         """A context for the thread that makes a step, all of it."""
 
@@ -48,6 +50,7 @@ class ModelRunner:
     @backend.setter
     def backend(self, backend: ModelBackend) -> None:
         self._backend, self._greedy = backend, backend if isinstance(backend, DecodesGreedily) else None
+        self._keeper = backend if isinstance(backend, KeepsLogits) else None
 
     @property
     def has_lost_device(self) -> bool:
@@ -61,6 +64,8 @@ class ModelRunner:
     def forget(self) -> None:
         """Forget what is kept from a step to the next, after one that broke off."""
         self._sampler.forget()
+        if self._device_sampler is not None:
+            self._device_sampler.forget()
 
     def execute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         """Compute ``rows``, sample one token for each row that asks for one, in their order, and further ones behind
@@ -135,6 +140,9 @@ class ModelRunner:
             ):  # fmt: skip
                 barred = self._sampler.barred_tokens(sequences)
                 return self._sampler.take(greedy.forward_greedily(batch, barred), len(sequences))
+            if self._keeper and batch.hidden_rows is None and (there := self._sampler_there()) is not None:
+                scored = [row for row in rows if row.scored_positions]
+                return there.sample(self._keeper.forward_there(batch), sequences, scored)
             logits, hidden = (self._backend.forward(batch), {}) if batch.hidden_rows is None else (
                 self._forward_hidden(batch, batch.hidden_rows, rows))
             _require_logits(logits, (len(batch.logits_rows), self._backend.vocab_size))
@@ -144,6 +152,15 @@ class ModelRunner:
             prompts, failures = self._sampler.score(logits[len(sequences) :], scored)
             sampled = self._sampler.sample(logits[: len(sequences)], sequences)
             return replace(sampled, prompts=prompts, hidden=hidden, failures={**sampled.failures, **failures})
+
+    def _sampler_there(self) -> DeviceSampler | None:
+        """Return what chooses tokens where the logits are; ``None``: logits come to the CPU."""
+        tokens = None if self._keeper is None else self._keeper.device_tokens
+        if tokens is None:
+            self._device_sampler = None
+        elif self._device_sampler is None or self._device_sampler.tokens is not tokens:
+            self._device_sampler = DeviceSampler(self._sampler, tokens)
+        return self._device_sampler
 
     def _compute_drafts(self, batch: RaggedBatch, rows: ListOf[ScheduledRow]) -> SampledTokens:
         """Do the same for rows of which some have drafts."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, ModelTakenOver, WeightsIncomplete
+from pagedcore.execution.device_sampler import DeviceTokens
 from pagedcore.execution.devices import CPU, Device
 from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.execution.kv_pool import KVPool
@@ -66,14 +67,14 @@ from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads, torch_beside_kernels
-from pagedcore_kernels.interface import RecordsLaunches
+from pagedcore_kernels.interface import ChoosesTokens, RecordsLaunches
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger("pagedcore")
-_OF_POOL: Final = frozenset({"cache_store", "_attention", "_graphed", "block_size"})
+_OF_POOL: Final = frozenset({"cache_store", "_attention", "_device_tokens", "_graphed", "block_size"})
 """What of a backend belongs to its pool, and not to its weights."""
 _OUR_PRODUCTS = PackedMatmul | PackedInt8Matmul | PackedGroupedMatmul | JoinedMatmul
 MakeLayout = Callable[[int, torch.dtype, tuple[LayerShape, ...]], BlockLayout]
@@ -94,6 +95,7 @@ class TransformersModel:
     """What turns states into numbers, set by whoever has read the model's files, like ``pair_defaults``."""
     pair_defaults = PairDefaults(refusal="its files were not looked at")
     _adapted: AdaptedProducts | None = None
+    _device_tokens: DeviceTokens | None = None
     origin: Origin | None = None
     """How the weights were loaded, set by whoever did it."""
     has_fallen_back = False
@@ -200,6 +202,8 @@ class TransformersModel:
             self.cache_store = self._device.new_storage(self.layout(block_size), num_blocks)
             attention = self._attention = self._attention_factory(self.cache_store.layout, self.cache_store.pool)
         self._graphed = self._new_graphs(attention)
+        if isinstance(attention, ChoosesTokens):
+            self._device_tokens = DeviceTokens(self._device, attention.new_token_chooser(self.vocab_size))
 
     def _new_graphs(self, attention: AttentionBackend) -> GraphedSteps | None:
         if self._device.graphs is None or not isinstance(attention, RecordsLaunches):
@@ -229,7 +233,7 @@ class TransformersModel:
                 raise refusal from None
             attention = self._attention_factory(storage.layout, storage.pool)
             try:
-                return self._device.room_beside(lambda: self._compute(attention, batch))
+                return self._device.room_beside(lambda: self._compute_all(attention, batch))
             except RuntimeError as error:
                 raise refusal if is_out_of_memory(error) else error from None
 
@@ -237,7 +241,7 @@ class TransformersModel:
         """Free the KV pool, if there is one; another can be made then."""
         if self.cache_store is not None:
             self.cache_store.close()
-        self._attention = self.cache_store = self._graphed = None
+        self._attention = self.cache_store = self._graphed = self._device_tokens = None
         if self._adapted is not None:
             self._adapted.leave()
             self._adapted = None
@@ -312,10 +316,22 @@ class TransformersModel:
             InternalError: there is no KV pool yet.
             ModelTakenOver: the weights were changed.
         """
+        with self._device.computing():
+            return self._fetch(self.forward_there(batch))
+
+    @property
+    def device_tokens(self) -> DeviceTokens | None:
+        """What chooses tokens on the device; see ``KeepsLogits``."""
+        # Why: as below.
+        return self._device_tokens if self.forward == MethodType(TransformersModel.forward, self) else None
+
+    @torch.inference_mode()
+    def forward_there(self, batch: RaggedRows) -> torch.Tensor:
+        """Compute a batch; return logits on the device, see ``KeepsLogits``. Raises as ``forward``."""
         attention = self._ready_attention()
         with self._device.computing():
             if self._graphed is not None and (logits := self._graphed.run(batch)) is not None:
-                return self._fetch(logits)
+                return logits
             return self._compute(attention, batch)
 
     @property
@@ -373,7 +389,13 @@ class TransformersModel:
     def _compute(self, attention: AttentionBackend, batch: RaggedRows) -> torch.Tensor:
         arguments = self._arguments(attention, batch)
         with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
-            return self._fetch(self._decoder(*arguments)[: len(batch.logits_rows)])
+            return self._decoder(*arguments)[: len(batch.logits_rows)]
+
+    def _compute_all(self, attention: AttentionBackend, batch: RaggedRows) -> None:
+        """Compute a batch and take what choosing its tokens takes."""
+        logits = self._compute(attention, batch)
+        logits.float()
+        self._fetch(logits[:0])
 
     def _fetch(self, logits: torch.Tensor) -> torch.Tensor:
         # Why: bfloat16 is what the sampler can read, which may need no more of it than the largest.
@@ -492,7 +514,7 @@ class TransformersModel:
         storage = self._device.new_storage(self.layout(self.block_size), test.num_blocks)
         attention = self._attention_factory(storage.layout, storage.pool)
         try:
-            return test.check(lambda batch: self._compute(attention, batch))
+            return test.check(lambda batch: self._fetch(self._compute(attention, batch)))
         except ModelNotSupported as failure:
             if (fallback := self._decoder.fallback()) is None:
                 raise

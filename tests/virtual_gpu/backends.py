@@ -14,6 +14,7 @@ import torch
 from pagedcore.engine.engine import Engine
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.protocols import RaggedRows
+from pagedcore_kernels.cpu.sampling.samplers import GreedyPicker, TokenSampler
 from pagedcore_kernels.cuda.build.images import KernelImage
 from pagedcore_kernels.cuda.build.library import KernelLibrary
 from pagedcore_kernels.layout import TokenMajorLayout
@@ -21,6 +22,29 @@ from pagedcore_kernels.reference import ReferenceAttention
 from virtual_gpu.driver_api import DriverApi
 from virtual_gpu.machine import Item, Machine, in_use
 from virtual_gpu.tensors import DeviceTensor, new
+
+
+class QueuedChooser:
+    """The CPU's sampler in the place of a GPU's: it is queued."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._sample, self._pick = TokenSampler(vocab_size), GreedyPicker(vocab_size)
+
+    def __call__(self, logits: torch.Tensor, rows: Any) -> torch.Tensor:
+        inside = _inside(logits)
+        assert inside.dtype == torch.float32
+        rows = None if rows is None else rows.copy()
+        index = logits.device.index
+        out = new(index, (len(logits),), (1,), torch.int64)
+        place = out.inner
+
+        def choose() -> None:
+            # Why a copy: the CPU's sampler changes what it draws from, a GPU's leaves it alone.
+            array = inside.numpy().copy()
+            place.copy_(torch.from_numpy(self._pick(array) if rows is None else self._sample(array, rows)))
+
+        in_use().stream(index).enqueue(Item(choose, "choose"))
+        return out
 
 
 class QueuedReference:
@@ -38,6 +62,9 @@ class QueuedReference:
     @staticmethod
     def preferred_block_size(dtype: torch.dtype) -> int:
         return 16
+
+    def new_token_chooser(self, vocab_size: int) -> QueuedChooser:
+        return QueuedChooser(vocab_size)
 
     def plan(self, batch: RaggedRows) -> None:
         self._step = Step(self._planned(batch))

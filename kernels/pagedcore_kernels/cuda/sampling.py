@@ -1,9 +1,9 @@
 """Choosing tokens from float32 logits on the GPU: greedily, by temperature, top-k, top-p and min-p.
 
-Owns the objects that launch the kernel of ``device/sample.py`` and the packing of what it needs of each row. They mean
-what the CPU's objects of the same names mean. With equal logits they choose the same tokens, but for sums and
-exponentials that are rounded otherwise: a token may differ where the random number or a limit lies within 1e-5 of the
-probability at which the choice changes.
+Owns the object that launches the kernel of ``device/sample.py`` and the packing of what it needs of each row. It means
+what the CPU's ``TokenSampler`` and ``GreedyPicker`` mean. With equal logits they choose the same tokens, but for sums
+and exponentials that are rounded otherwise: a token may differ where the random number or a limit lies within 1e-5 of
+the probability at which the choice changes.
 
 Invariant: what comes out for a row depends on that row and its own parameters alone.
 """
@@ -48,49 +48,26 @@ def pack_rows(rows: npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     return packed.view(np.int32).reshape(len(rows), SAMPLE_ROW_BYTES // 4)
 
 
-class GreedyPicker:
-    """The most likely token of each row, the lowest id of equal ones."""
-
-    def __init__(self, vocab_size: int, driver: Driver) -> None:
-        self._launcher = _Launcher(vocab_size, driver)
-
-    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return int64 [S] on the device, token ids of ``logits`` [S, vocab_size]; -1 where a row is not valid.
-
-        A row is not valid if a logit is NaN or plus infinity, or none is finite.
-        """
-        return self._launcher.run(logits, None)
-
-
 class TokenSampler:
-    """One token for each row, drawn with the row's own parameters and random number; see ``cpu.sampling``."""
+    """One token for each row, the most likely one or one that is drawn; see ``TokenChooser`` and ``cpu.sampling``."""
 
-    def __init__(self, vocab_size: int, driver: Driver) -> None:
-        self._launcher = _Launcher(vocab_size, driver)
-        self._buffer = StepBuffer(driver.device)
-
-    def __call__(self, logits: torch.Tensor, rows: npt.NDArray[Any]) -> torch.Tensor:
-        """Return int64 [S] on the device, token ids; -1 where a row of logits is not valid, as from ``GreedyPicker``.
-
-        Args:
-            logits: float32 [S, vocab_size] on the device, elements of a row together; they are left alone.
-            rows: [S] of ``SAMPLING_ROW``, made by ``cpu.sampling.sampling_rows``.
-        """
-        if rows.shape != logits.shape[:1]:
-            raise InternalError(f"sampling rows: got shape {rows.shape}, expected one for each of {len(logits)} rows.")
-        return self._launcher.run(logits, self._buffer.upload([pack_rows(rows)])[0])
-
-
-class _Launcher:
     def __init__(self, vocab_size: int, driver: Driver) -> None:
         if not 0 < vocab_size <= _MOST_TOKENS:
             raise InternalError(f"vocabulary: got {vocab_size} tokens, expected 1 to {_MOST_TOKENS}.")
         self._vocab_size = vocab_size
         self._driver = driver
+        self._buffer = StepBuffer(driver.device)
         driver.prepare(SAMPLE_NAME)
 
-    def run(self, logits: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-        """One token per row."""
+    def __call__(self, logits: torch.Tensor, rows: npt.NDArray[Any] | None) -> torch.Tensor:
+        """Return int64 [S] on the device, token ids; -1 where a row of logits is not valid: a logit is NaN or plus
+        infinity, or none is finite.
+
+        Args:
+            logits: float32 [S, vocab_size] on the device, elements of a row together; they are left alone.
+            rows: [S] of ``SAMPLING_ROW``, made by ``cpu.sampling.sampling_rows``; ``None``: the most likely token of
+                each row is wanted, the lowest id of equal ones.
+        """
         # Safety: the kernel reads raw memory.
         if logits.shape[1:] != (self._vocab_size,) or logits.dtype != torch.float32 or logits.dim() != 2:
             raise InternalError(
@@ -98,10 +75,13 @@ class _Launcher:
             )
         if (logits.stride(1) != 1 and self._vocab_size > 1) or logits.device.type != self._driver.device.type:
             raise InternalError(f"logits: strides {logits.stride()} on {logits.device}, expected rows on the GPU.")
+        if rows is not None and rows.shape != logits.shape[:1]:
+            raise InternalError(f"sampling rows: got shape {rows.shape}, expected one for each of {len(logits)} rows.")
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         if len(logits):
+            packed = None if rows is None else self._buffer.upload([pack_rows(rows)])[0]
             self._driver.begin_step()
             self._driver.launch(SAMPLE_NAME, len(logits), (
-                logits, rows, tokens, logits.stride(0) * logits.itemsize, self._vocab_size,
+                logits, packed, tokens, logits.stride(0) * logits.itemsize, self._vocab_size,
             ))
         return tokens

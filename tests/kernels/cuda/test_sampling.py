@@ -13,7 +13,7 @@ from kernels.cuda.simulated_driver import SimulatedDriver
 from pagedcore.errors import InternalError
 from pagedcore_kernels.cpu.sampling import samplers as cpu
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
-from pagedcore_kernels.cuda.sampling import GreedyPicker, TokenSampler
+from pagedcore_kernels.cuda.sampling import TokenSampler
 from support.sampling_reference import Draw, choose, explains
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
@@ -152,10 +152,10 @@ def test_greedy() -> None:
     logits[4, [1100, 66, 65]] = [0.0, 0.0, -0.0]
     logits[5, 3], logits[6] = np.nan, -np.inf
     driver = SimulatedDriver(check_races=True)
-    found = GreedyPicker(1201, driver)(torch.from_numpy(logits))
+    found = TokenSampler(1201, driver)(torch.from_numpy(logits), None)
     assert found.tolist() == [0, 1200, 600, 70, 65, -1, -1, int(logits[7].argmax())]
     assert found.tolist() == cpu.GreedyPicker(1201)(logits).tolist()
-    assert GreedyPicker(1201, driver)(torch.empty(0, 1201)).shape == (0,)
+    assert TokenSampler(1201, driver)(torch.empty(0, 1201), None).shape == (0,)
 
 
 @pytest.mark.parametrize("logits", [
@@ -165,10 +165,10 @@ def test_memory_of_another_shape_is_refused(logits: torch.Tensor) -> None:
     """A kernel that reads raw memory gets rows of exactly its vocabulary, and parameters for each of them."""
     driver = SimulatedDriver()
     with pytest.raises(InternalError):
-        GreedyPicker(10, driver)(logits)
+        TokenSampler(10, driver)(logits, None)
     with pytest.raises(InternalError):
         TokenSampler(10, driver)(torch.zeros(3, 10), rows_of([Draw()]))
     for vocab in (0, 2**24):
         with pytest.raises(InternalError, match="vocabulary"):
-            GreedyPicker(vocab, driver)
+            TokenSampler(vocab, driver)
     assert driver.launched == []

@@ -30,6 +30,7 @@ from pagedcore_kernels.cuda.build.wheel import installed_kernels
 from pagedcore_kernels.cuda.driver import Argument, CudaDriver, Driver, why_driver_too_old
 from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
 from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep, StepFrame
+from pagedcore_kernels.cuda.sampling import TokenSampler
 from pagedcore_kernels.cuda.shapes import LOG2_E, ROW_THREADS, SLICE_BYTES, AttentionShape
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.interface import Int32Array, RaggedRows
@@ -146,6 +147,10 @@ class NumbaCudaAttention:
     def follow_stream(self) -> None:
         """Launch on the stream that torch works on now; see ``RecordsLaunches``."""
         self._driver.begin_step()
+
+    def new_token_chooser(self, vocab_size: int) -> TokenSampler:
+        """Load the kernel that chooses tokens; see ``ChoosesTokens``."""
+        return TokenSampler(vocab_size, self._driver)
 
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key [T, KVH, D] and value [T, KVH, Dv] in the planned slots; see ``AttentionBackend``."""
