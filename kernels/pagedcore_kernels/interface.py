@@ -526,3 +526,34 @@ class ShowsKVPool(Protocol):
     def pool(self) -> torch.Tensor:
         """The pool, uint8 [blocks, block_bytes]."""
         ...
+
+
+@runtime_checkable
+class LaunchesKernels(ShowsKVPool, Protocol):
+    """An attention backend of a GPU, or the class of such, beside whose launches others are made: they read the step
+    that it has planned, and write K and V themselves.
+    """
+
+    @property
+    def driver(self) -> Any:
+        """Launches kernels on the stream of the planned step; a ``pagedcore_kernels.cuda.driver.Driver``."""
+        ...
+
+    def planned_slots(self) -> torch.Tensor:
+        """Return the planned slots on the GPU, int32 [T]."""
+        ...
+
+    def attend_to(
+        self,
+        output: torch.Tensor,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        chunk: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Write what ``attend`` returns to output [T, H, Dv], contiguous; rows of padding are left as they are."""
+        ...

@@ -39,6 +39,7 @@ from pagedcore.models.decoders.plain import (
     GreedyDecoder,
     HiddenDecoder,
     PlainDecoder,
+    PreparesSteps,
     call_model,
 )
 from pagedcore.models.families import model_facts, supported_models
@@ -67,7 +68,7 @@ from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads, torch_beside_kernels
-from pagedcore_kernels.interface import ChoosesTokens, RecordsLaunches
+from pagedcore_kernels.interface import ChoosesTokens, LaunchesKernels, RecordsLaunches
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ class TransformersModel:
         is_decoded_late = not self._is_quantized and has_unpacked(model)
         if self._scheme or is_decoded_late:
             linears = StoredLinears(linears)
-        factory = decoder_factory or (partial(best_decoder, linears=linears) if device.kind == "cpu" else PlainDecoder)
+        factory = decoder_factory or _best_decoders(device, attention_factory, linears)
         with torch.inference_mode(), device.computing():
             # Why: to compare logits with those of the weights in files takes a second for each gigabyte, and products
             # were compared with their weights one by one. Quantised ones do not compute what those weights would.
@@ -200,10 +201,18 @@ class TransformersModel:
             )
         with self._device.computing():
             self.cache_store = self._device.new_storage(self.layout(block_size), num_blocks)
-            attention = self._attention = self._attention_factory(self.cache_store.layout, self.cache_store.pool)
+            attention = self._attention = self._new_attention(self.cache_store)
         self._graphed = self._new_graphs(attention)
         if isinstance(attention, ChoosesTokens):
             self._device_tokens = DeviceTokens(self._device, attention.new_token_chooser(self.vocab_size))
+
+    def _new_attention(self, storage: KVPool) -> AttentionBackend:
+        return self._prepared(self._attention_factory(storage.layout, storage.pool))
+
+    def _prepared(self, attention: AttentionBackend) -> AttentionBackend:
+        if isinstance(self._decoder, PreparesSteps):
+            self._decoder.prepare(attention)
+        return attention
 
     def _new_graphs(self, attention: AttentionBackend) -> GraphedSteps | None:
         if self._device.graphs is None or not isinstance(attention, RecordsLaunches):
@@ -231,7 +240,7 @@ class TransformersModel:
                 storage = self._device.new_storage(self.layout(self.block_size), num_blocks)
             except InvalidConfig:
                 raise refusal from None
-            attention = self._attention_factory(storage.layout, storage.pool)
+            attention = self._new_attention(storage)
             try:
                 return self._device.room_beside(lambda: self._compute_all(attention, batch))
             except RuntimeError as error:
@@ -256,7 +265,7 @@ class TransformersModel:
         """Allocate what ``suspend_kv`` has freed. Raises ``InvalidConfig`` if there is not enough memory."""
         if self.cache_store is not None:
             self.cache_store.open_again()
-            self._attention = self._attention_factory(self.cache_store.layout, self.cache_store.pool)
+            self._attention = self._new_attention(self.cache_store)
 
     @property
     def why_no_adapters(self) -> str:
@@ -424,7 +433,8 @@ class TransformersModel:
         with _kernels_compute() if self._device.kind == "cpu" and can_multiply(self.dtype, 2) else nullcontext():
             self._decoder: Decoder = decoder_factory(model, self.layers, on_unused)
         mappings.detach(model)
-        if succession is not None and succession.keeps_nothing:
+        # Why not on a GPU: what was moved there is a copy already.
+        if succession is not None and succession.keeps_nothing and self._device.kind == "cpu":
             for tensor in model.parameters():
                 tensor.data = tensor.data.clone()
         self._model, self._weights = model, ownership.TakenWeights(model)
@@ -459,8 +469,8 @@ class TransformersModel:
             other._adapted = self._adapted.moved(other._model, other._decoder)
         # Why one call: an interrupt leaves all of the old, or all of the new.
         vars(self).update({name: value for name, value in vars(other).items() if name not in _OF_POOL})
-        if self._graphed is not None and self._attention is not None:
-            self._graphed = self._new_graphs(self._attention)
+        if self._attention is not None:
+            self._graphed = self._new_graphs(self._prepared(self._attention))
 
     def lose_products(self) -> Iterator[int]:
         """Free the products one by one, in the order in which they were made, and yield the bytes of each; from then
@@ -512,7 +522,7 @@ class TransformersModel:
         such a fallback; return its result.
         """
         storage = self._device.new_storage(self.layout(self.block_size), test.num_blocks)
-        attention = self._attention_factory(storage.layout, storage.pool)
+        attention = self._new_attention(storage)
         try:
             return test.check(lambda batch: self._fetch(self._compute(attention, batch)))
         except ModelNotSupported as failure:
@@ -521,6 +531,17 @@ class TransformersModel:
             _log.warning("%s: a slower decoder computes it, as the fast one failed: %s", self.name, failure)
             self._decoder, self.has_fallen_back = fallback, True
             return self._settle_decoder(test)
+
+
+def _best_decoders(device: Device, attention_factory: AttentionFactory, linears: LinearFactory) -> DecoderFactory:
+    """Return what makes the best decoder on a device, beside such an attention backend."""
+    if device.kind == "cpu":
+        return partial(best_decoder, linears=linears)
+    if not isinstance(attention_factory, LaunchesKernels):
+        return PlainDecoder
+    from pagedcore.models.decoders.cuda_decoder import best_cuda_decoder
+
+    return best_cuda_decoder
 
 
 def _both(one: OnUnused, other: OnUnused) -> OnUnused:

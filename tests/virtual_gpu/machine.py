@@ -75,6 +75,9 @@ class Machine:
         self.now = 0.0
         """The host's time in seconds: it grows by what the host queues and by what it waits for."""
         self.counts: Counter[str] = Counter()
+        self.trace: list[str] | None = None
+        """The names of all that is queued or recorded, once somebody puts a list here; of a graph, that it is launched.
+        """
         self.lock = threading.RLock()
         self.streams: weakref.WeakSet[Stream] = weakref.WeakSet()
         self.captures: list[tuple[Capture, str, int]] = []
@@ -235,6 +238,8 @@ class Stream:
         machine.require_alive()
         with machine.lock:
             machine.now += machine.host_seconds
+            if machine.trace is not None:
+                machine.trace.append(item.name)
             if self.capture is not None:
                 self.capture.items.append(item)
                 if self is not self.capture.origin:
@@ -387,6 +392,8 @@ class Graph:
         machine = in_use()
         machine.require_alive()
         machine.counts["graph launches"] += 1
+        if machine.trace is not None:
+            machine.trace.append("graph")
         machine.now += machine.host_seconds
         stream = machine.stream(self.index)
         if stream.capture is not None:

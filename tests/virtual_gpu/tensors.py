@@ -24,6 +24,8 @@ WAITS = {
 }
 """Operations whose result has a size, or is a number, that only the GPU knows."""
 _INDEXING = {"aten::index", "aten::index_put_", "aten::index_put", "aten::_index_put_impl_"}
+_EMPTY = {"aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+"""Operations that allocate and launch nothing."""
 _ALIASES = {"aten::detach", "aten::alias", "aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"}
 
 
@@ -126,6 +128,9 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "aten::_pin_memory":
         raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
     index = _device_of(name, flat, tensors, kwargs)
+    if name in _EMPTY:
+        like = _results_like(func, args, {**kwargs, "device": torch.device("meta")})[0]
+        return new(index, like.size(), like.stride(), like.dtype, is_poisoned=True)
     if name in WAITS or (name in _INDEXING and _has_mask(flat)):
         in_use().counts[f"waits in {name}"] += 1
         in_use().stream(index).synchronize()

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 from torch.utils._device import _device_constructors
 
+from pagedcore.models.decoders import fused_match
 from virtual_gpu.machine import MACHINES, Event, Graph, Machine, Stream, in_use
 from virtual_gpu.tensors import DeviceTensor, is_pinned, memory_of, pin, register
 
@@ -165,6 +166,8 @@ def virtual_gpus(machine: Machine | None = None) -> Iterator[Machine]:
             (torch.Tensor, "is_pinned", lambda self, device=None: is_pinned(self)),
         ):
             stack.enter_context(patch.object(owner, name, value))
+        # Why: a parameter is of the wrapper's class, where hardware has torch's own.
+        stack.enter_context(patch.object(fused_match, "KNOWN_WEIGHTS", fused_match.KNOWN_WEIGHTS | {DeviceTensor}))
         # Why: a parameter's ``data`` cannot become a wrapper, so that modules get new parameters.
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         MACHINES.append(machine)

@@ -18,7 +18,7 @@ from pagedcore_kernels.checks import check_pool
 from pagedcore_kernels.cuda.build.variants import ACTIVATIONS, gated_name, needed_capability, norm_name, rotate_name
 from pagedcore_kernels.cuda.driver import Driver
 from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
-from pagedcore_kernels.cuda.shapes import GATED_VECTORS, ROW_THREADS, Format
+from pagedcore_kernels.cuda.shapes import GATED_VECTORS, NORM_VECTORS, ROW_THREADS, Format
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.layout import TokenMajorLayout
 
@@ -28,6 +28,16 @@ _MOST_UNITS: Final = 2**31 - 1
 """Kernels number what they work on in 32 bits."""
 _MOST_HEAD: Final = 512
 """Elements of a head at most: 16 for each lane of a warp."""
+
+
+def can_compute(
+    *, hidden_size: int, intermediate_size: int, head_size: int, rotary_size: int, dtype: torch.dtype
+) -> bool:
+    """Whether the kernels handle rows and heads of these sizes in this dtype."""
+    most = NORM_VECTORS[-1] * ROW_THREADS * _VECTOR
+    rows_fit = hidden_size % _VECTOR == 0 and hidden_size <= most and intermediate_size % _VECTOR == 0
+    heads_fit = head_size % 16 == 0 and rotary_size % 16 == 0 and rotary_size <= head_size <= _MOST_HEAD
+    return rows_fit and heads_fit and dtype in (torch.bfloat16, torch.float16)
 
 
 class RmsNorm:

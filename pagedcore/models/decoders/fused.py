@@ -80,7 +80,8 @@ class FusedDecoder(Decoder):
         multiplier = float(config.residual_multiplier) if family.has_multipliers else 1.0
         self._general = partial(ModuleDecoder, model, layers, on_unused, linears)
         self._embedding, self._scale = body.embed_tokens, embedding_scale(config, model.dtype)
-        angles, gate = angles_by_layer(model, layers, family), GatedActivation(known.activation, model.dtype)
+        angles = angles_by_layer(model, layers, family, torch.device("cpu"))
+        gate = GatedActivation(known.activation, model.dtype)
         self._angles = tuple(set(angles))
 
         def mixer(number: int, layer: Any) -> Mixer:

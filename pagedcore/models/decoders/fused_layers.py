@@ -184,16 +184,17 @@ class FusedLayer:
 
 def norm_of(module: Any, family: Family) -> RmsNorm:
     """Return the kernel that computes a norm."""
-    return RmsNorm(_weight_of(module, family), _epsilon_of(module), module.weight.dtype)
+    return RmsNorm(norm_weight(module, family), norm_epsilon(module), module.weight.dtype)
 
 
-def _weight_of(norm: Any, family: Family) -> torch.Tensor:
+def norm_weight(norm: Any, family: Family) -> torch.Tensor:
     """Return a norm's weight as ``RmsNorm`` reads it: in float32 where the product alone is rounded."""
     weight: torch.Tensor = norm.weight.detach()
     return weight.clone() if family.norm_offset is None else weight.float() + family.norm_offset
 
 
-def _epsilon_of(norm: Any) -> float:
+def norm_epsilon(norm: Any) -> float:
+    """Return what a norm adds to the mean of squares."""
     return float(vars(norm).get("variance_epsilon") or norm.eps)
 
 
@@ -204,7 +205,7 @@ def _rotary(
     if not family.has_head_norms:
         return RotaryEmbedding(*shape, rotary_size=turn[0], rounds=turn[1])
     norms = [attention.get_submodule(family.name_of(name)) for name in ("q_norm", "k_norm")]
-    weights = _weight_of(norms[0], family), _weight_of(norms[1], family)
+    weights = norm_weight(norms[0], family), norm_weight(norms[1], family)
     return RotaryEmbedding(
-        *shape, norms=weights, epsilon=_epsilon_of(norms[0]), rotary_size=turn[0], rounds=turn[1]
+        *shape, norms=weights, epsilon=norm_epsilon(norms[0]), rotary_size=turn[0], rounds=turn[1]
     )

@@ -1,5 +1,5 @@
-"""Recognises the module trees that ``FusedDecoder`` computes: the architectures of ``families/table.py``, exactly as
-they come, from transformers or from ``llama_modules.py``.
+"""Recognises the module trees that ``FusedDecoder`` and ``CudaDecoder`` compute: the architectures of
+``families/table.py``, exactly as they come, from transformers or from ``llama_modules.py``.
 
 Owns the comparison of a model with what its architecture is known to be: classes, names of submodules, plain linear
 layers, activation, rotary embedding. Anything unexpected, such as an adapter around a linear layer, one more norm, or
@@ -43,6 +43,8 @@ _ACTIVATIONS: Final = {
     "gelu_pytorch_tanh": ("gelu_tanh", ("GELUTanh",)),
 }
 """Activation by configuration value: the kernels' name and the class of the module."""
+KNOWN_WEIGHTS: Final[set[type]] = {nn.Parameter, StoredWeight}
+"""The classes of the weights of linear layers."""
 
 
 class NotFused(Exception):
@@ -61,28 +63,18 @@ class Recognised:
 def recognise(
     model: Any, layers: Mapping[int, AttentionLayer], linears: LinearFactory = FASTEST
 ) -> Recognised:
-    """Return what the fused decoder computes a model by.
+    """Return what the fused decoder of the CPU computes a model by.
 
     Raises:
         NotFused: it is any other model, or has a product that ``linears`` does not support; see ``best_decoder``.
     """
-    config, fields = model.config, model.config.to_dict()
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise NotFused(f"the fused kernels know {', '.join(FAMILIES)}")
-    _require(_has_known_modules(model, family), "its modules are not those of its architecture")
-    _require(_has_known_layers(model, layers), "its layers do not all attend alike, each to keys and values of its own")
-    _require(fields.get("clip_qkv") is None, "clip_qkv bounds its queries, keys and values")
-    name = str(fields.get("hidden_activation") or fields.get("hidden_act") or "silu")
-    activation, class_names = _ACTIVATIONS.get(name, ("", ()))
-    is_act = f".mlp.{family.activation}" if family.activation else "no module"
-    acts = [module for path, module in model.named_modules() if path.endswith(is_act)]
-    _require(
-        activation and all(type(module).__name__ in class_names for module in acts), f"its activation is {name!r}"
-    )
-    _require(all(can_join(weights) for weights in _joined(model, family)), "the parts of a product are stored unlike")
+    known, config = recognise_tree(model, layers), model.config
+    family = known.family
+    # Shape: on "meta" are models that are only looked at.
+    require(devices_of(model) in ({"cpu"}, {"meta"}), "its weights are not on the CPU")
+    require(all(can_join(weights) for weights in _joined(model, family)), "the parts of a product are stored unlike")
     widths = [module.in_features for module in model.modules() if type(module) is nn.Linear]
-    _require(
+    require(
         all(linears.supports(model.dtype, width) for width in widths) and not left_alone(model, linears),
         f"no packed product here takes all its matrices in {model.dtype}",
     )
@@ -92,11 +84,40 @@ def recognise(
         # Shape: the module keeps a frequency for every two elements.
         rotary_size=2 * len(next(model.model.get_submodule(family.name_of("rotary_emb")).buffers())),
     )
-    _require(fits, "the fused kernels do not take its sizes or its number format")
+    require(fits, "the fused kernels do not take its sizes or its number format")
+    return known
+
+
+def recognise_tree(model: Any, layers: Mapping[int, AttentionLayer]) -> Recognised:
+    """Return what a model's own modules say that it computes, wherever its weights are.
+
+    Raises:
+        NotFused: its architecture is not known, or it does not come exactly as its architecture does.
+    """
+    config, fields = model.config, model.config.to_dict()
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise NotFused(f"the fused kernels know {', '.join(FAMILIES)}")
+    require(_has_known_modules(model, family), "its modules are not those of its architecture")
+    require(_has_known_layers(model, layers), "its layers do not all attend alike, each to keys and values of its own")
+    require(fields.get("clip_qkv") is None, "clip_qkv bounds its queries, keys and values")
+    name = str(fields.get("hidden_activation") or fields.get("hidden_act") or "silu")
+    activation, class_names = _ACTIVATIONS.get(name, ("", ()))
+    is_act = f".mlp.{family.activation}" if family.activation else "no module"
+    acts = [module for path, module in model.named_modules() if path.endswith(is_act)]
+    require(
+        activation and all(type(module).__name__ in class_names for module in acts), f"its activation is {name!r}"
+    )
     return Recognised(family, activation)
 
 
-def _require(is_known: object, reason: str) -> None:
+def devices_of(model: Any) -> set[str]:
+    """Return the kinds of devices that a model's weights are on."""
+    return {parameter.device.type for parameter in model.parameters()}
+
+
+def require(is_known: object, reason: str) -> None:
+    """Raise ``NotFused`` for a reason unless something is so."""
     if not is_known:
         raise NotFused(reason)
 
@@ -168,7 +189,7 @@ def _is(module: nn.Module, kind: str | type[nn.Module], family: Family) -> bool:
         return is_known and (kind != "RMSNorm" or set(dict(module.named_parameters())) == {"weight"})
     # Why: a subclass of a linear layer, or of a tensor, computes in its own way.
     is_exact = kind is nn.Module or type(module) is kind
-    return is_exact and (kind is not nn.Linear or type(module.weight) in (nn.Parameter, StoredWeight))
+    return is_exact and (kind is not nn.Linear or type(module.weight) in KNOWN_WEIGHTS)
 
 
 def _is_untouched(module: nn.Module) -> bool:
@@ -183,10 +204,9 @@ def _has_known_layers(model: Any, layers: Mapping[int, AttentionLayer]) -> bool:
     """Whether all layers attend alike, each to its own K and V; they may differ in their window."""
     if sorted(layers) != list(range(len(model.model.layers))):
         return False
-    parameters = {(parameter.dtype, parameter.device.type) for parameter in model.parameters()}
+    dtypes = {parameter.dtype for parameter in model.parameters()}
     attending = [layer for layer in layers.values() if layer.convolution is None]
     heads = {(layer.num_heads, layer.num_kv_heads, layer.key_head_size) for layer in attending}
-    # Shape: on "meta" are models that are only looked at.
-    return parameters in ({(model.dtype, "cpu")}, {(model.dtype, "meta")}) and len(heads) == 1 and all(
+    return dtypes == {model.dtype} and len(heads) == 1 and all(
         layer.owns_kv and layer.index == number and layer.query_tuning is None for number, layer in layers.items()
     ) and all(layer.key_head_size == layer.value_head_size for layer in attending)

@@ -23,7 +23,7 @@ from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, PackedLine
 from pagedcore.models.linears.schemes import QuantizedLinears
 from pagedcore.models.linears.stored_weight import StoredLinears
 from pagedcore.models.lora.slots import AdapterSlots, new_room, present_updates
-from pagedcore.protocols import Int64Array, LinearFactory
+from pagedcore.protocols import AttentionBackend, Int64Array, LinearFactory
 
 
 class Decoder(Protocol):
@@ -55,6 +55,15 @@ class Decoder(Protocol):
         Returns:
             Logits [S, vocabulary] in any float type.
         """
+        ...
+
+
+@runtime_checkable
+class PreparesSteps(Protocol):
+    """A decoder that makes something for the steps that one attention backend plans."""
+
+    def prepare(self, attention: AttentionBackend) -> None:
+        """Make it, before the first of these steps."""
         ...
 
 

@@ -27,18 +27,19 @@ class RotaryAngles:
     Invariant: a row never changes once it is in the table.
     """
 
-    def __init__(self, rotary: Any, dtype: torch.dtype, limit: int) -> None:
+    def __init__(self, rotary: Any, dtype: torch.dtype, limit: int, device: torch.device) -> None:
         """Make the first rows.
 
         Args:
             rotary: called with a tensor of the model's dtype and positions [1, n]; returns cosines and sines [1, n, R].
             dtype: number format of the model.
             limit: most places; with more, angles may depend on more than the place.
+            device: where the module computes, and the table is.
 
         Raises:
             ModelNotSupported: the module does not rotate two halves alike.
         """
-        self._rotary, self._dtype, self._limit = rotary, dtype, limit
+        self._rotary, self._dtype, self._limit, self._device = rotary, dtype, limit, device
         self.table = self._rows(0, min(1024, limit))
         """float32 [n, R]: R / 2 cosines, then R / 2 sines."""
 
@@ -49,13 +50,18 @@ class RotaryAngles:
             end = max(num_positions, min(2 * known, self._limit))
             self.table = torch.cat([self.table, self._rows(known, end)])
 
+    def fill(self) -> None:
+        """Make the table as long as it gets."""
+        self.grow(self._limit)
+
     @property
     def size(self) -> int:
         """R."""
         return self.table.shape[1]
 
     def _rows(self, begin: int, end: int) -> torch.Tensor:
-        cosines, sines = self._rotary(torch.empty(0, dtype=self._dtype), torch.arange(begin, end)[None])
+        like = torch.empty(0, dtype=self._dtype, device=self._device)
+        cosines, sines = self._rotary(like, torch.arange(begin, end, device=self._device)[None])
         half = cosines.shape[-1] // 2
         for angles in (cosines, sines):
             if angles.shape != (1, end - begin, 2 * half) or not torch.equal(angles[..., :half], angles[..., half:]):
@@ -65,11 +71,23 @@ class RotaryAngles:
         return torch.cat([cosines[0, :, :half], sines[0, :, :half]], dim=-1).float().contiguous()
 
 
-def angles_by_layer(model: Any, layers: Mapping[int, AttentionLayer], family: Family) -> list[RotaryAngles]:
-    """Return the angles of each layer, made once for all layers of a kind; layers without positions turn by nothing."""
+def angles_by_layer(
+    model: Any, layers: Mapping[int, AttentionLayer], family: Family, device: torch.device,
+    most_positions: int | None = None,
+) -> list[RotaryAngles]:
+    """Return the angles of each layer, made once for all layers of a kind; layers without positions turn by nothing.
+
+    Args:
+        model: recognised, as of such a ``family``.
+        layers: by number.
+        family: what it is.
+        device: where it is.
+        most_positions: of a sequence; ``None``: what the model was made for.
+    """
     config, short = model.config, num_short_tokens(model.config)
     rotary = model.model.get_submodule(family.name_of("rotary_emb"))
     head_size = next(one.key_head_size for one in layers.values() if one.key_head_size)
+    most = max_model_len(config) if most_positions is None else min(max_model_len(config), most_positions)
     # Rule: modules with several kinds of angles have a dictionary of their types.
     kinds = config.layer_types if isinstance(rotary.rope_type, dict) else [None] * len(layers)
     is_turned = config.to_dict().get("no_rope_layers") or [1] * len(layers)
@@ -83,5 +101,5 @@ def angles_by_layer(model: Any, layers: Mapping[int, AttentionLayer], family: Fa
         kind, turns = key
         if key not in made:
             turned = by_place(rotary if kind is None else partial(rotary, layer_type=kind), short)
-            made[key] = RotaryAngles(turned if turns else still, model.dtype, max_model_len(config) + (short or 0))
+            made[key] = RotaryAngles(turned if turns else still, model.dtype, most + (short or 0), device)
     return [made[key] for key in keys]

@@ -335,7 +335,7 @@ def test_failed_self_test_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_angles_grow_without_changing() -> None:
     """A longer table starts with the shorter one."""
-    angles = RotaryAngles(tiny_model("llama").model.rotary_emb, torch.bfloat16, 5000)
+    angles = RotaryAngles(tiny_model("llama").model.rotary_emb, torch.bfloat16, 5000, torch.device("cpu"))
     short = angles.table.clone()
     angles.grow(len(short))
     assert torch.equal(angles.table, short)
@@ -354,7 +354,7 @@ def test_angles_of_interleaved_halves_are_refused() -> None:
         return angles.cos(), angles.sin()
 
     with pytest.raises(ModelNotSupported, match="both halves"):
-        RotaryAngles(rotary, torch.float32, 100)
+        RotaryAngles(rotary, torch.float32, 100, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("name", "scheme"), list(zip(DISTINCT, itertools.cycle(QUANTIZERS), strict=False)))

@@ -102,6 +102,15 @@ class NumbaCudaAttention:
         """The pool, uint8 [blocks, block_bytes]."""
         return self._pool
 
+    @property
+    def driver(self) -> Driver:
+        """What launches on the stream of the planned step."""
+        return self._driver
+
+    def planned_slots(self) -> torch.Tensor:
+        """Return the planned slots on the device, int32 [T]."""
+        return self._current_step().slots
+
     @staticmethod
     def preferred_block_size(dtype: torch.dtype) -> int:
         """Tokens per block if nothing else decides."""
@@ -186,17 +195,37 @@ class NumbaCudaAttention:
 
         ``slopes`` [H] float32 are ALiBi's: each score gets ``slope * (key position - query position)``.
         """
-        step = self._current_step()
-        check_query(self._layout, layer, query, step.plan, sinks)
-        if not scale > 0:
-            raise InternalError(f"scale: got {scale}, expected a positive number.")
-        shape = self._layout.layers[layer]
-        query = _in_vectors(query)
+        step, shape = self._current_step(), self._layout.layers[layer]
         # Why all of it in a frame: which rows are padding differs from step to step.
         new = query.new_zeros if step.is_framed else query.new_empty
         output = new(step.plan.num_tokens, query.shape[1], shape.value_head_size)
         if not step.is_framed and step.plan.num_computed < step.plan.num_tokens:
             output[step.plan.num_computed :] = 0
+        self.attend_to(output, layer, query, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks,
+                       slopes=slopes)
+        return output
+
+    def attend_to(
+        self,
+        output: torch.Tensor,
+        layer: int,
+        query: torch.Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        chunk: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        slopes: torch.Tensor | None = None,
+    ) -> None:
+        """Write what ``attend`` returns to output [T, H, Dv], contiguous; rows of padding are left as they are."""
+        step = self._current_step()
+        check_query(self._layout, layer, query, step.plan, sinks)
+        if not scale > 0:
+            raise InternalError(f"scale: got {scale}, expected a positive number.")
+        shape = self._layout.layers[layer]
+        _check_output(output, (step.plan.num_tokens, query.shape[1], shape.value_head_size), query)
+        query = _in_vectors(query)
         visibility = Visibility(query.shape[1] // shape.num_kv_heads, max(0, window), max(0, chunk))
         work = self._plans.work(step, visibility, shape)
         # Why: exponentials are powers of two, and with a cap the scale goes inside of the tanh.
@@ -212,7 +241,6 @@ class NumbaCudaAttention:
         for family, items, count in work.launches:
             name, ctas = self._prefill[shape] if family == "prefill" else (attention_name(family, kernel), 1)
             self._driver.launch(name, count * shape.num_kv_heads * ctas, (*arguments[:4], items, *arguments[5:]))
-        return output
 
     def copy_blocks(
         self, pairs: npt.ArrayLike, source: torch.Tensor | None = None, target: torch.Tensor | None = None
@@ -302,6 +330,15 @@ def _check_layout(layout: TokenMajorLayout) -> None:
                 f"of {32 // layout.dtype.itemsize} from 16 to 256. "
                 "Choose device='cpu' or attention_backend='reference'."
             )
+
+
+def _check_output(output: torch.Tensor, shape: tuple[int, ...], query: torch.Tensor) -> None:
+    expected = tuple(output.shape) == shape and output.dtype == query.dtype and output.device == query.device
+    if not expected or not output.is_contiguous() or output.data_ptr() % 16:
+        raise InternalError(
+            f"output: {output.dtype} {tuple(output.shape)} on {output.device}, expected {query.dtype} {shape} on "
+            f"{query.device} in one piece."
+        )
 
 
 def _in_vectors(tensor: torch.Tensor) -> torch.Tensor:

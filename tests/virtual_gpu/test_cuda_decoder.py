@@ -1,0 +1,170 @@
+"""The fused decoder of GPUs: its launches, its logits beside those of transformers' modules, and what it leaves those.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pagedcore.execution.devices import find_device
+from pagedcore.models.decoders.cuda_decoder import CudaDecoder
+from pagedcore.models.decoders.plain import PlainDecoder
+from pagedcore.models.transformers_model import TransformersModel
+from pagedcore_kernels.cuda.attention.backend import NumbaCudaAttention
+from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
+from support.families import VOCAB, tiny_model
+from support.ragged_schedules import batch_of, random_schedule, random_sequences, random_tables, run_schedule
+from virtual_gpu.backends import shipped_kernels
+from virtual_gpu.machine import Machine
+
+pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
+
+BLOCK, NUM_BLOCKS = 4, 40
+LENGTHS = (20, 7, 33)
+_ROPE: dict[str, Any] = {"rope_theta": 1e4, "partial_rotary_factor": 1.0}
+
+#: Architecture, changes of its configuration, and the products of a layer that add a bias in their launch.
+KNOWN: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "llama": ("llama", {"tie_word_embeddings": True}, ()),
+    "llama with biases": ("llama", {
+        "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"},
+        ("qkv", "output", "gate_up", "down")),
+    "llama, rope of yarn": ("llama", {"rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}}, ()),
+    "mistral": ("mistral", {"sliding_window": 8}, ()),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}, ("qkv",)),
+    "qwen3": ("qwen3", {}, ()),
+    "phi3": ("phi3", {}, ()),
+    "phi3, half of a head turned": ("phi3", {
+        "hidden_size": 128, "rope_parameters": {**_ROPE, "rope_type": "default", "partial_rotary_factor": 0.5}}, ()),
+    "phi3, longrope": ("phi3", {"original_max_position_embeddings": 16, "rope_parameters": {
+        **_ROPE, "rope_type": "longrope", "original_max_position_embeddings": 16, "short_factor": [1.5] * 8,
+        "long_factor": [4.0] * 8}}, ()),
+    "smollm3": ("smollm3", {}, ()),
+}
+FAST = ("llama with biases", "qwen3")
+OTHERS = ("gemma2", "granite", "olmo2", "mixtral", "gpt2")
+
+
+@pytest.fixture(autouse=True)
+def kernels(gpus: Machine) -> Iterator[None]:
+    """The kernels that ship, on virtual GPUs."""
+    with shipped_kernels(gpus):
+        yield
+
+
+def on_gpu(model: Any, **more: Any) -> TransformersModel:
+    backend = TransformersModel(
+        copy.deepcopy(model), NumbaCudaAttention, block_size=BLOCK, device=find_device("cuda"), **more)
+    backend.allocate_kv(NUM_BLOCKS, BLOCK)
+    return backend
+
+
+def expected_launches(biased: tuple[str, ...], attention: tuple[str, ...] = ("decode",)) -> list[str]:
+    """The launches of one layer."""
+    def product(name: str) -> str:
+        return "addmm" if name in biased else "mm"
+
+    return ["norm", product("qkv"), "rotate", *attention, product("output"), "norm", product("gate_up"), "gated",
+            product("down")]  # fmt: skip
+
+
+def launches_of(gpus: Machine, backend: TransformersModel, rows: list[tuple[int, int, int]]) -> list[str]:
+    """What a step of rows (sequence, start, end) queues."""
+    sequences = random_sequences(LENGTHS, VOCAB)
+    tables = random_tables(random.Random(3), LENGTHS, BLOCK, NUM_BLOCKS)
+    gpus.trace = []
+    backend.forward(batch_of(sequences, rows, tables, BLOCK))
+    names, gpus.trace = gpus.trace, None
+    return [name.removeprefix("aten::").partition("-")[0] for name in names if name.partition(" ")[0] != "copy"]
+
+
+@pytest.mark.parametrize("name", [
+    *FAST, *(pytest.param(name, marks=pytest.mark.kernels) for name in KNOWN if name not in FAST)])
+def test_a_decode_step_is_nine_launches_a_layer(name: str, gpus: Machine) -> None:
+    """Besides, the tokens are looked up and the last states multiplied; chunks in company attend in two launches."""
+    family, changes, biased = KNOWN[name]
+    model = tiny_model(family, dtype=torch.bfloat16, **changes)
+    backend, num_layers = on_gpu(model, runs_self_test=False), model.config.num_hidden_layers
+    assert type(backend._decoder) is CudaDecoder
+    backend._graphed = None
+    begin, end = ["embedding", "_to_copy", "new_zeros"], ["norm", "index", "mm"]
+    expected = expected_launches(biased)
+    assert len(expected) == 9
+    assert launches_of(gpus, backend, [(0, 3, 4), (1, 2, 3)]) == begin + expected * num_layers + end
+    mixed = expected_launches(biased, ("prefill", "decode"))
+    assert launches_of(gpus, backend, [(0, 4, 16), (1, 3, 4)]) == begin + mixed * num_layers + end
+
+
+@pytest.mark.parametrize("name", [
+    *FAST, *(pytest.param(name, marks=pytest.mark.kernels) for name in KNOWN if name not in FAST)])
+def test_logits_are_those_of_the_modules(name: str, gpus: Machine) -> None:
+    """The self-test passes, and chunks and decode rows in random company give transformers' own logits."""
+    family, changes, _ = KNOWN[name]
+    model = tiny_model(family, dtype=torch.bfloat16, **changes)
+    sequences = random_sequences(LENGTHS, VOCAB)
+    with torch.inference_mode():
+        expected = [model(tokens[None], use_cache=False).logits[0].float() for tokens in sequences]
+    rng = random.Random(3)
+    tables = random_tables(rng, LENGTHS, BLOCK, NUM_BLOCKS)
+    backend = on_gpu(model)
+    assert type(backend._decoder) is CudaDecoder
+    if backend.num_short_tokens is not None:
+        forward, short = backend.forward, backend.num_short_tokens
+        is_long = np.array(LENGTHS) > short
+        backend.forward = lambda batch: forward(  # type: ignore[method-assign]
+            dataclasses.replace(batch, is_long=is_long[batch.seq_ids]))
+    steps = random_schedule(rng, LENGTHS)
+    for found, wanted in zip(run_schedule(backend, sequences, steps, tables, BLOCK), expected, strict=True):
+        assert (found - wanted).norm() < 0.03 * wanted.norm()
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_models_are_computed_by_their_own_modules(family: str) -> None:
+    """What the kernels do not compute keeps the general path."""
+    model = tiny_model(family, dtype=torch.bfloat16)
+    assert type(on_gpu(model, runs_self_test=False)._decoder) is PlainDecoder
+
+
+def test_a_decoder_that_computes_something_else_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The self-test finds it, the log says so, and the model's own modules compute."""
+    right = CudaDecoder.__call__
+    monkeypatch.setattr(CudaDecoder, "__call__", lambda self, *step: right(self, *step).flip(-1))
+    with caplog.at_level(logging.WARNING, logger="pagedcore"):
+        backend = on_gpu(tiny_model("llama", dtype=torch.bfloat16))
+    assert type(backend._decoder) is PlainDecoder
+    assert "a slower decoder computes it" in caplog.text
+
+
+def test_hidden_states_are_those_of_the_modules() -> None:
+    """What is pooled is the last norm's output, of the rows that are asked for."""
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    (tokens,) = random_sequences((9,), VOCAB)
+    with torch.inference_mode():
+        expected = model.model(tokens[None]).last_hidden_state[0].float()
+    batch = batch_of([tokens], [(0, 0, 9)], random_tables(random.Random(3), (9,), BLOCK, NUM_BLOCKS), BLOCK)
+    logits, hidden = on_gpu(model, runs_self_test=False).forward_hidden(batch, torch.tensor([2, 8]).numpy())
+    assert logits.shape == (9, VOCAB)
+    assert (torch.from_numpy(hidden) - expected[[2, 8]]).norm() < 0.02 * expected[[2, 8]].norm()
+
+
+def test_joined_weights_are_in_memory_once(gpus: Machine) -> None:
+    """Projections are parts of the joined weight, whatever it is that computes."""
+    backend = on_gpu(tiny_model("llama", dtype=torch.bfloat16), runs_self_test=False)
+    for layer in backend.model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for first, *others in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            end = first.weight.data_ptr() + first.weight.nbytes
+            for one in others:
+                assert one.weight.data_ptr() == end
+                end += one.weight.nbytes
