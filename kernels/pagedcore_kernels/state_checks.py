@@ -102,6 +102,16 @@ def check_mamba1(
     _check_state(part, (size, channels), torch.float32)
 
 
+def check_output(output: torch.Tensor, like: torch.Tensor) -> None:
+    """Refuse an output that is not of the shape and format of ``like``, in one piece."""
+    # Safety: kernels write raw memory.
+    if output.shape != like.shape or output.dtype != like.dtype or not output.is_contiguous():
+        raise InternalError(
+            f"output: {output.dtype} of shape {tuple(output.shape)}, expected {like.dtype} {tuple(like.shape)} in one "
+            "piece."
+        )
+
+
 def _check_heads(
     part: StatePart, plan: StatePlan, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:

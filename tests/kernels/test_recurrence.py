@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels.state_cases import Case, Convolution, DecayingAttention, DeltaRule, Mamba1, Mamba2, Recurrence
+from pagedcore_kernels.cpu.recurrence.states import RecurrentStates
 from pagedcore_kernels.reference_states import ReferenceStates
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -19,7 +20,7 @@ SMALL = [
 LENGTHS = 21, 1, 4, 9
 
 
-@pytest.mark.parametrize("kind", [ReferenceStates])
+@pytest.mark.parametrize("kind", [RecurrentStates, ReferenceStates])
 @pytest.mark.parametrize("recurrence", SMALL, ids=str)
 def test_against_float64(kind: Any, recurrence: Recurrence) -> None:
     """Outputs and states are those of the formulas, from zeros on, in sequences that share nothing but the step."""

@@ -1,15 +1,15 @@
 """What kernels are told of a step's plan: addresses of its arrays, copied to where those of the last step were.
 
-Owns these copies. Calls that were recorded in one step read the next one's arrays at the same addresses.
+Calls that were recorded in one step read the next one's arrays at the same addresses.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
+from pagedcore_kernels.cpu.runtime.kept_arrays import KeptArrays
 from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
 from pagedcore_kernels.step_plan import StepPlan
 
@@ -23,7 +23,7 @@ class StepWords:
     """The words of the present plan."""
 
     def __init__(self) -> None:
-        self._arrays: dict[tuple[str, int], npt.NDArray[Any]] = {}
+        self._arrays = KeptArrays()
         self._plan: StepPlan | None = None
         self._of_tiles: dict[int, Words] = {}
         self._of_writes: Words = ()
@@ -35,16 +35,16 @@ class StepWords:
         self._plan, self._of_tiles, self._of_writes = plan, {}, ()
         num_rows, num_columns = plan.block_tables.shape
         width = -(-num_columns // _COLUMNS) * _COLUMNS
-        tables = self._room("block tables", num_rows * width, np.int32)
+        tables = self._arrays.room("block tables", num_rows * width, np.int32)
         tables.reshape(num_rows, width)[:, :num_columns] = plan.block_tables
-        starts, lens = self._keep("query start", plan.query_start), self._keep("KV lengths", plan.kv_lens)
+        starts, lens = self._arrays.keep("query start", plan.query_start), self._arrays.keep("KV lengths", plan.kv_lens)
         self.rows = tables.ctypes.data, width, starts, lens
 
     def tiles(self, queries: int) -> Words:
         """Return rows and starts of the tiles of so many tokens, and the number of tiles."""
         if queries not in self._of_tiles:
             tiles = self._known_plan.tiles(queries)
-            kept = (self._keep(f"{name} of tiles of {queries}", array)
+            kept = (self._arrays.keep(f"{name} of tiles of {queries}", array)
                     for name, array in (("rows", tiles.rows), ("starts", tiles.starts)))  # fmt: skip
             self._of_tiles[queries] = *kept, len(tiles.rows)
         return self._of_tiles[queries]
@@ -53,14 +53,14 @@ class StepWords:
         """Return tokens, slots and lengths of the runs that are written, and the number of runs."""
         if not self._of_writes:
             runs = self._known_plan.writes
-            kept = (self._keep(f"{name} of writes", array)
+            kept = (self._arrays.keep(f"{name} of writes", array)
                     for name, array in (("tokens", runs.tokens), ("slots", runs.slots), ("lengths", runs.lengths)))
             self._of_writes = *kept, len(runs.tokens)
         return self._of_writes
 
     def slots(self) -> int:
         """Return the address of the slots of all tokens."""
-        return self._keep("slots", self._known_plan.slots)
+        return self._arrays.keep("slots", self._known_plan.slots)
 
     def sizes_of_attention(self, shape: StepShape, queries: int, num_heads: int, first: tuple[int, int]) -> Sizes:
         """Say what a call of attention has of the present plan; ``first`` are the words of rows and of tiles."""
@@ -82,15 +82,3 @@ class StepWords:
     def _known_plan(self) -> StepPlan:
         assert self._plan is not None  # Invariant: its backend has planned a step
         return self._plan
-
-    def _keep(self, name: str, array: npt.NDArray[Any]) -> int:
-        room = self._room(name, array.size, array.dtype)
-        room[:] = array
-        return int(room.ctypes.data)
-
-    def _room(self, name: str, size: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """Return room for so many elements, at an address that others of this name and about this size have had."""
-        key = name, max(64, 1 << (size - 1).bit_length())
-        if key not in self._arrays:
-            self._arrays[key] = np.zeros(key[1], dtype)
-        return self._arrays[key][:size]

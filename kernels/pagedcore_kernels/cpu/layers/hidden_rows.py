@@ -116,7 +116,7 @@ def gated_activation(
 ) -> Any:
     """``gated_activation(is_bf16, lanes, activation, gate, up, target, num_vectors)``: ``f(gate) * up``."""
     bf16, width = is_bf16.literal_value, lanes.literal_value
-    function = (_silu, _gelu_tanh)[activation.literal_value]
+    function = (silu, _gelu_tanh)[activation.literal_value]
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         def activate(offset: Value) -> None:
@@ -136,8 +136,8 @@ def _exp(b: Builder, x: Value) -> Value:
     return simd.exp2(b, simd.minimum(b, simd.constant(_LARGEST_POWER, x.type), power))
 
 
-def _silu(b: Builder, x: Value) -> Value:
-    """x / (1 + exp(-x))"""
+def silu(b: Builder, x: Value) -> Value:
+    """Emit ``x / (1 + exp(-x))``."""
     decay = _exp(b, b.fmul(x, simd.constant(-1.0, x.type)))
     return b.fdiv(x, b.fadd(decay, simd.constant(1.0, x.type)))
 

@@ -1,0 +1,330 @@
+"""The states of recurrent layers on the CPU: Numba kernels behind the ``StateBackend`` contract.
+
+Owns the parameter blocks and the choice of kernel variants; checks everything a kernel will trust. The arithmetic is in
+``columns.py``, the order of work in ``outer_products.py`` and ``state_convolution.py``.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import numpy as np
+import torch
+
+from pagedcore_kernels.cpu.layers.elementwise import rows_at_once
+from pagedcore_kernels.cpu.recurrence import columns, outer_products, state_convolution
+from pagedcore_kernels.cpu.runtime.kept_arrays import KeptArrays
+from pagedcore_kernels.cpu.runtime.kernel import ParameterBlock
+from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
+from pagedcore_kernels.cpu.runtime.threads import num_threads
+from pagedcore_kernels.cpu.simd import LANES
+from pagedcore_kernels.errors import InternalError, InvalidConfig
+from pagedcore_kernels.interface import RaggedRows
+from pagedcore_kernels.state_checks import (
+    check_convolution,
+    check_decaying_attention,
+    check_delta_rule,
+    check_mamba1,
+    check_mamba2,
+    check_output,
+    check_state_pool,
+)
+from pagedcore_kernels.state_layout import StateLayout
+from pagedcore_kernels.state_plan import StatePlan
+
+Words = tuple[int, ...]
+
+
+class RecurrentStates:
+    """``StateBackend`` for float32 and bfloat16 models. Methods that end in ``_to`` write to a given tensor [T, ...],
+    contiguous, by kernels alone: their calls may be recorded, and repeated they compute the step that is planned then.
+
+    A token's result is the same bits whatever else is in the batch, however its prompt was cut into chunks, wherever
+    its states lie and however many threads there are; see ``outer_products.py``.
+
+    Invariant: one thread at a time uses an instance; its parameter blocks serve one call at a time.
+    """
+
+    def __init__(self, layout: StateLayout, pool: torch.Tensor) -> None:
+        check_state_pool(layout, pool)
+        self._layout, self._pool = layout, pool
+        self._plan: StatePlan | None = None
+        self._arrays = KeptArrays()
+        self._of_rows: Words = ()
+        """Rows, the longest first, reads, writes and ``query_start`` as kernels take them, and the number of rows."""
+        self._of_tokens = 0
+        """The row of each token."""
+        self._longest_rows = 0
+        """Tokens of the step, in rows as long as the longest one."""
+        self._parameters = ParameterBlock(outer_products.NUM_ARGUMENTS)
+        self._convolution_parameters = ParameterBlock(state_convolution.NUM_ARGUMENTS)
+        shapes = [part.shape for parts in layout.layers for part in parts]
+        self._zeros = torch.zeros(max(shape[-1] for shape in shapes))
+        self._signs = torch.ones(2, max(shape[0] for shape in shapes)) * torch.tensor([[1.0], [-1.0]])
+        """What rates of each head are multiplied with: 1, and -1."""
+
+    def plan(self, batch: RaggedRows) -> None:
+        """Check the batch and work out what all layers share; see ``StateBackend``.
+
+        Raises:
+            InternalError: a state or a row's tokens are out of range; nothing was computed.
+        """
+        plan = self._plan = StatePlan(batch, len(self._pool))
+        order, rows = np.argsort(-plan.query_lens, kind="stable"), np.arange(plan.num_rows)
+        arrays = {"rows": order, "reads": plan.reads, "writes": plan.writes, "query start": plan.query_start}
+        self._of_rows = *(self._arrays.keep(name, array) for name, array in arrays.items()), plan.num_rows
+        self._of_tokens = self._arrays.keep("row of tokens", np.repeat(rows, plan.query_lens))
+        self._longest_rows = plan.num_computed // max(1, int(plan.query_lens.max(initial=0)))
+
+    def convolve(
+        self, layer: int, part: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
+    ) -> torch.Tensor:
+        """Convolve rows [T, C] with their predecessors; see ``StateBackend``."""
+        out = _new(rows)
+        self.convolve_to(out, layer, part, rows, weight, bias, activation)
+        return out
+
+    def convolve_to(
+        self,
+        out: torch.Tensor,
+        layer: int,
+        part: int,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        activation: str,
+    ) -> None:
+        """Do the same into ``out`` [T, C]."""
+        plan = self._current_plan()
+        check_convolution(self._layout.layers[layer][part], plan, rows, weight, bias, activation)
+        self._clear_padding(out, rows)
+        channels, lanes, item = rows.shape[1], gcd(rows.shape[1], LANES), rows.itemsize
+        self._convolution_parameters.fill(
+            rows.data_ptr(), rows.stride(0) * item, out.data_ptr(), weight.data_ptr(), bias.data_ptr(),
+            self._zeros.data_ptr(), self._pool.data_ptr() + self._layout.offset(layer, part), self._layout.state_bytes,
+            channels // lanes, *self._words_of_tokens(),
+        )  # fmt: skip
+        kernel = state_convolution.state_convolution_kernel(
+            int(rows.dtype == torch.bfloat16), lanes, len(weight), int(activation == "silu")
+        )
+        if plan.num_computed:
+            kernel.run(self._convolution_parameters, plan.num_computed, (self._sizes_of_convolution,))
+
+    def delta_rule(
+        self,
+        layer: int,
+        part: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        *,
+        scale: float,
+        normalizes: bool,
+    ) -> torch.Tensor:
+        """Advance by the gated delta rule; see ``StateBackend``."""
+        out = _new(value)
+        self.delta_rule_to(
+            out, layer, part, query, key, value, log_decay, beta, scale=scale, normalizes=normalizes
+        )  # fmt: skip
+        return out
+
+    def delta_rule_to(
+        self,
+        out: torch.Tensor,
+        layer: int,
+        part: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        *,
+        scale: float,
+        normalizes: bool,
+    ) -> None:
+        """Do the same into ``out`` [T, H, Dv]."""
+        check_delta_rule(
+            self._layout.layers[layer][part], self._current_plan(), query, key, value, log_decay, beta
+        )  # fmt: skip
+        form = columns.DELTA if log_decay.dim() == 2 else columns.DELTA_PER_KEY
+        self._advance(
+            out, form, layer, part, (query, key, value), (log_decay, self._signs[0], beta), scale=scale,
+            normalizes=normalizes,
+        )  # fmt: skip
+
+    def mamba2(
+        self,
+        layer: int,
+        part: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        d: torch.Tensor,
+    ) -> torch.Tensor:
+        """Advance as Mamba 2 does; see ``StateBackend``."""
+        out = _new(x)
+        self.mamba2_to(out, layer, part, x, dt, a, b, c, d)
+        return out
+
+    def mamba2_to(
+        self,
+        out: torch.Tensor,
+        layer: int,
+        part: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        d: torch.Tensor,
+    ) -> None:
+        """Do the same into ``out`` [T, H, P]."""
+        check_mamba2(self._layout.layers[layer][part], self._current_plan(), x, dt, a, b, c, d)
+        self._advance(out, columns.MAMBA2, layer, part, (c, b, x), (dt, a, dt), d)
+
+    def mamba1(
+        self,
+        layer: int,
+        part: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        d: torch.Tensor,
+    ) -> torch.Tensor:
+        """Advance as Mamba 1 does; see ``StateBackend``."""
+        out = _new(x)
+        self.mamba1_to(out, layer, part, x, dt, a, b, c, d)
+        return out
+
+    def mamba1_to(
+        self,
+        out: torch.Tensor,
+        layer: int,
+        part: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        d: torch.Tensor,
+    ) -> None:
+        """Do the same into ``out`` [T, C]."""
+        check_mamba1(self._layout.layers[layer][part], self._current_plan(), x, dt, a, b, c, d)
+        # Shape: one head that has all channels as its columns.
+        rows = c[:, None], b[:, None], x[:, None]
+        self._advance(out[:, None], columns.MAMBA1, layer, part, rows, (dt, a, dt), d)
+
+    def decaying_attention(
+        self,
+        layer: int,
+        part: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        *,
+        scale: float = 1.0,
+    ) -> torch.Tensor:
+        """Advance by attention whose past decays; see ``StateBackend``."""
+        out = _new(value)
+        self.decaying_attention_to(out, layer, part, query, key, value, decay, scale=scale)
+        return out
+
+    def decaying_attention_to(
+        self,
+        out: torch.Tensor,
+        layer: int,
+        part: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        *,
+        scale: float = 1.0,
+    ) -> None:
+        """Do the same into ``out`` [T, H, Dv]."""
+        check_decaying_attention(self._layout.layers[layer][part], self._current_plan(), query, key, value, decay)
+        rates = decay, self._signs[1], decay
+        self._advance(out, columns.ATTENTION, layer, part, (query, key, value), rates, scale=scale)
+
+    def _advance(
+        self,
+        out: torch.Tensor,
+        form: int,
+        layer: int,
+        part: int,
+        rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rates: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        passed: torch.Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        normalizes: bool = False,
+    ) -> None:
+        """Run the kernel: ``rows`` are queries, keys and values, ``rates`` are rates, exponents and factors."""
+        query, key, value = rows
+        self._clear_padding(out, value)
+        of_tokens, exponents, factors = rates
+        heads, width, size = value.shape[1], value.shape[2], query.shape[2]
+        if size > outer_products.MOST_ROWS:
+            raise InvalidConfig(f"size of a key: got {size}, allowed are at most {outer_products.MOST_ROWS}.")
+        # Why not strides: those of one token may be anything, and a recorded call goes on to more tokens.
+        steps = [0 if form == columns.ATTENTION else rates[0].nbytes for rates in (of_tokens, factors)]
+        parameters = self._parameters
+        parameters.fill(
+            *_places(query), *_places(key), *_places(value), out.data_ptr(), of_tokens.data_ptr(),
+            steps[0], exponents.data_ptr(), factors.data_ptr(), steps[1],
+            0 if passed is None else passed.data_ptr(), heads, heads // query.shape[1], width, int(normalizes),
+            self._pool.data_ptr() + self._layout.offset(layer, part), self._layout.state_bytes, self._zeros.data_ptr(),
+            *self._of_rows, self._columns_at_once(heads, width, size),
+        )  # fmt: skip
+        for word, number in ((outer_products.SCALE, scale), (outer_products.KEY_SCALE, 1.0)):
+            parameters.set_float(word - parameters.FIRST, number)
+        kernel = outer_products.outer_product_kernel(
+            form, int(value.dtype == torch.bfloat16), size, *outer_products.group_vectors(width, size)
+        )
+        resize = self._sizes_of_products, heads, width, size
+        if self._current_plan().num_computed:
+            kernel.run(parameters, self._sizes_of_products(StepShape(0), heads, width, size).most_threads, resize)
+
+    def _clear_padding(self, out: torch.Tensor, like: torch.Tensor) -> None:
+        plan = self._current_plan()
+        check_output(out, like)
+        if plan.num_computed < plan.num_tokens:
+            out[plan.num_computed :] = 0
+
+    def _words_of_tokens(self) -> Words:
+        num_tokens = self._current_plan().num_computed
+        return self._of_tokens, *self._of_rows[1:4], num_tokens, rows_at_once(num_tokens)
+
+    def _sizes_of_convolution(self, shape: StepShape) -> Sizes:
+        words = self._words_of_tokens()
+        return Sizes([*enumerate(words, state_convolution.ROW_OF_TOKENS)], words[-2])
+
+    def _sizes_of_products(self, shape: StepShape, heads: int, width: int, size: int) -> Sizes:
+        taken = self._columns_at_once(heads, width, size)
+        words = *self._of_rows, taken
+        return Sizes([*enumerate(words, outer_products.ROWS)], self._of_rows[-1] * heads * (width // taken))
+
+    def _columns_at_once(self, heads: int, width: int, size: int) -> int:
+        return outer_products.columns_at_once(width, size, heads * self._longest_rows, num_threads())
+
+    def _current_plan(self) -> StatePlan:
+        if self._plan is None:
+            raise InternalError("states: plan was not called before they were to be advanced.")
+        return self._plan
+
+
+def _new(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def _places(rows: torch.Tensor) -> Words:
+    """Where rows [T, heads, size] lie: their address, bytes from token to token and from head to head."""
+    return rows.data_ptr(), rows.stride(0) * rows.itemsize, rows.stride(1) * rows.itemsize
+
