@@ -149,7 +149,8 @@ def build_components(
             # Why last, so that it is first: freeing the pool ends the model's use of slots.
             undo.callback(empty_slots, slots, backend)
             components = _assemble(
-                model_name(model), config, manager, policy, backend, text, memory, tokenizer, slots, undo.close, draft)
+                model_name(model), memory.states.followed_by(config), manager, policy, backend, text, memory, tokenizer,
+                slots, undo.close, draft)
             load_first(components.adapters, config)
         except BaseException:
             undo.close()
@@ -165,7 +166,7 @@ def _assemble(
     kv_cache = KVCacheManager(
         memory.num_blocks, memory.block_size, num_host_blocks=memory.num_host_blocks,
         policy=eviction.POLICIES[config.eviction_policy], secret=secrets.token_bytes(32),
-        copies_blocks=memory.store is not None,
+        copies_blocks=memory.store is not None, num_states=memory.states.num_states,
     )
     info, end_ids = _describe(name, backend, config, kv_cache), backend.eos_token_ids
     hooks = EngineHooks(manager, at_the_end=at_the_end)

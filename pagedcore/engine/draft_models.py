@@ -15,7 +15,7 @@ from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.execution.sampler import Sampler
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.models.loading import DEFAULT_MODEL_BACKEND, load_tokenizer, model_source, plan_backend, resolve_backend
-from pagedcore.protocols import TakesPositionsBack, UsesTorchThreads
+from pagedcore.protocols import KeepsStates, TakesPositionsBack, UsesTorchThreads
 from pagedcore.tokenizer.same_vocabulary import different_token, lists_tokens
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ def load_draft_model(
     _require_same_tokens(small.vocab_size, tokenizer, backend.vocab_size, text)
     if not (isinstance(small, TakesPositionsBack) and small.takes_positions_back):
         raise InvalidConfig("speculative_model: got one that cannot take computed positions back; take another one.")
+    if isinstance(small, KeepsStates) and small.state_bytes:
+        raise InvalidConfig("speculative_model: got one with recurrent layers, allowed is a model of attention alone.")
     return LoadedDraftModel(small, weight_bytes)
 
 

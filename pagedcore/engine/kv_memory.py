@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, MemoryLease, format_memory, parse_memory
+from pagedcore.engine.state_memory import StateMemory
 from pagedcore.errors import InvalidConfig
 from pagedcore.execution.machine import free_memory_bytes
 from pagedcore.protocols import HostsKVPool, MeasuresSteps, MovesKVBlocks
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pagedcore")
 
-Leased = Literal["kv", "weights", "draft"]
+Leased = Literal["kv", "states", "weights", "draft"]
 DEFAULT_MEMORY_SHARE: Final = 0.3
 """Share of a machine's free memory that a KV pool takes at most when nothing is said; pages count once touched."""
 
@@ -56,6 +57,8 @@ class KVMemory:
         self._block_bytes = self._own_bytes + (beside.kv_block_bytes(self.block_size) if beside is not None else 0)
         self._draft_bytes = draft.weight_bytes if draft is not None else 0
         self._length = context_length(backend.max_model_len, config)
+        self.states = StateMemory(backend, config)
+        """The states of the model's recurrent layers, if it has some."""
         self.backends = (backend,) if draft is None else (backend, draft.backend)
         """What has a pool: the model, and one that guesses."""
         self._budget: MemoryBudget | None = None
@@ -68,6 +71,7 @@ class KVMemory:
             """Bytes of the pool, padding included, without that of a model that guesses."""
             backend.allocate_kv(self.num_blocks, self.block_size)
             undo.callback(pool.release_kv)
+            self.states.allocate()
             if draft is not None and beside is not None:
                 draft.backend.allocate_kv(self.num_blocks, self.block_size)
                 undo.callback(beside.release_kv)
@@ -77,6 +81,7 @@ class KVMemory:
                 self._allocate_host(self.store)
             self._undo = undo.pop_all()
         self._log_sum(free_bytes)
+        self.states.log_sum()
 
     def close(self) -> None:
         """Let the backend free the pool, where it can, and give back what was drawn; a second call does nothing.
@@ -86,8 +91,8 @@ class KVMemory:
         self._undo.close()
 
     def give_back(self, level: int) -> None:
-        """Give back what was drawn from a budget for the pool, and at level 2 for weights."""
-        for what in [one for one in self._leases if one == "kv" or level == 2]:
+        """Give back what was drawn from a budget for the pool, states with it, and at level 2 for weights."""
+        for what in [one for one in self._leases if one in ("kv", "states") or level == 2]:
             self._leases.pop(what).close()
 
     def draw_again(self) -> None:
@@ -118,39 +123,54 @@ class KVMemory:
         if isinstance(given, MemoryBudget | BudgetShare):
             return self._draw(given, config, undo)
         if config.num_kv_blocks is not None:
+            self.states.take(int(DEFAULT_MEMORY_SHARE * free_bytes), has_kv=False, what="num_kv_blocks: free memory")
             return config.num_kv_blocks
         num_bytes = parse_memory(given, free_bytes=free_bytes)
         if num_bytes is not None:
-            return self._whole_blocks(num_bytes)
+            num_bytes = self.states.take(num_bytes, has_kv=self._block_bytes > 0, what="kv_cache_memory")
+            return self._whole_blocks(num_bytes, config)
         fitting = int(DEFAULT_MEMORY_SHARE * free_bytes)
         if isinstance(backend, MeasuresSteps):
             rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
             measured = backend.fitting_kv_bytes(min(tokens, rows * self._length), rows)
             fitting = fitting if measured is None else measured
-        return max(1, min(self._useful_blocks(config), fitting // self._block_bytes))
+        fitting = self.states.take(fitting, has_kv=self._block_bytes > 0, what="free memory")
+        return max(1, min(self._useful_blocks(config), fitting // max(1, self._block_bytes)))
 
     def _draw(self, source: MemoryBudget | BudgetShare, config: EngineConfig, undo: ExitStack) -> int:
         unit, wanted = self._block_bytes, config.num_kv_blocks
         if isinstance(source, BudgetShare):
-            num_bytes = source.num_bytes - self._draft_bytes
-            wanted = wanted if wanted is not None else self._whole_blocks(num_bytes)
+            num_bytes = self._take_states(source.num_bytes - self._draft_bytes, wanted)
+            wanted = wanted if wanted is not None else self._whole_blocks(num_bytes, config)
             if wanted * unit > num_bytes:
                 raise InvalidConfig(
                     f"num_kv_blocks: got {wanted} ({wanted * unit} bytes), allowed is up to "
                     f"{num_bytes // unit}, this engine's share of the memory budget."
                 )
             source = source.budget
+        else:
+            self._take_states(source.left_bytes - self._draft_bytes, wanted)
         self._budget = source
         # Why not a method: what has a cycle goes to the garbage collector, and its bytes are missed until then.
         undo.callback(_close_all, self._leases)
         if self._draft_bytes:
             self._leases["draft"], self._drawn["draft"] = source.draw(self._draft_bytes), self._draft_bytes
+        if self.states.num_bytes:
+            self._leases["states"], self._drawn["states"] = source.draw(self.states.num_bytes), self.states.num_bytes
         at_most = wanted if wanted is not None else self._useful_blocks(config)
-        lease = source.draw((wanted or 1) * unit, at_most * unit, unit=unit)
+        lease = source.draw((wanted or 1) * unit, at_most * unit, unit=max(1, unit))
         self._leases["kv"], self._drawn["kv"] = lease, lease.num_bytes
-        return lease.num_bytes // unit
+        return lease.num_bytes // unit if unit else at_most
 
-    def _whole_blocks(self, num_bytes: int) -> int:
+    def _take_states(self, num_bytes: int, num_blocks: int | None) -> int:
+        """Let states have of a budget what they may, beside so many KV blocks if these are given; return the rest."""
+        kv_bytes = (num_blocks or 0) * self._block_bytes
+        has_kv = num_blocks is None and self._block_bytes > 0
+        return kv_bytes + self.states.take(num_bytes - kv_bytes, has_kv=has_kv, what="kv_cache_memory")
+
+    def _whole_blocks(self, num_bytes: int, config: EngineConfig) -> int:
+        if not self._block_bytes:
+            return self._useful_blocks(config)
         if num_bytes < self._block_bytes:
             raise InvalidConfig(
                 f"kv_cache_memory: got {num_bytes} bytes, allowed is at least one block ({self._block_bytes} bytes)."
@@ -159,7 +179,7 @@ class KVMemory:
 
     def _useful_blocks(self, config: EngineConfig) -> int:
         """Return the blocks of every slot at full length; more could never be used."""
-        return config.max_num_seqs * -(-self._length // self.block_size)
+        return self.states.max_num_seqs * -(-self._length // self.block_size)
 
     def _log_sum(self, free_bytes: int) -> None:
         num_bytes = self.num_blocks * self._block_bytes

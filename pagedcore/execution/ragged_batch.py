@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
 from pagedcore.protocols import Int32Array, Int64Array
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.sequence import Sequence
@@ -92,14 +93,25 @@ def build_batch(
         ends = [(end, count) for end, count in zip(batch.query_start[1:].tolist(), num_sampled, strict=True)]
         places = [end - count + depth for depth in range(most) for end, count in ends if count > depth]
         batch = replace(batch, logits_rows=np.array(places, dtype=np.int64))
-    if any(one.is_long or one.adapter is not None for one in sequences):
-        batch = _with_kinds(batch, sequences, slot_of)
+    if block_manager.keeps_states or any(one.is_long or one.adapter is not None for one in sequences):
+        batch = _with_kinds(_with_states(batch, numbers, block_manager), sequences, slot_of)
     if all(one.prompt_logprobs is None is one.hidden_from for one in sequences):
         return batch
     scored = _places(rows, batch, [row.scored_positions for row in rows])
     hidden = _places(rows, batch, [row.hidden_positions for row in rows])
     logits_rows = np.concatenate((batch.logits_rows, scored))
     return replace(batch, logits_rows=logits_rows, hidden_rows=hidden if len(hidden) else None)
+
+
+def _with_states(batch: RaggedBatch, numbers: ListOf[int], blocks: BlockManager) -> RaggedBatch:
+    """Say where the states of rows are and where they go, if the model keeps states."""
+    if not isinstance(blocks, HybridBlocks):
+        return batch
+    current, written = blocks.states.current, blocks.states.written
+    if missing := [number for number in numbers if number not in written]:
+        raise InternalError(f"batch: the row of sequence {missing[0]} has no block for its state")
+    return replace(batch, state_reads=np.array([current.get(number, -1) for number in numbers], dtype=np.int32),
+                   state_writes=np.array([written[number] for number in numbers], dtype=np.int32))
 
 
 def _with_kinds(batch: RaggedBatch, sequences: ListOf[Sequence], slot_of: Mapping[int, int]) -> RaggedBatch:

@@ -20,7 +20,7 @@ from pagedcore.kv_cache.block_table import BlockTable
 from pagedcore.kv_cache.eviction import EvictionPolicy, least_recently_used
 from pagedcore.kv_cache.memory_snapshot import BlockSnapshot
 from pagedcore.kv_cache.prefix_cache import BlockMemory, KeyOf, PrefixCache
-from pagedcore.kv_cache.prefix_match import FoundBlocks, PrefixMatch, contents, match_in
+from pagedcore.kv_cache.prefix_match import FoundBlocks, PrefixMatch, contents, find_blocks, match_in
 from pagedcore.kv_cache.reservation import Demand, Reservation
 from pagedcore.sequence import Sequence
 
@@ -38,6 +38,9 @@ class BlockManager(BlockMemory):
     Invariant: a block's references are the tables it is in, the transfers it is part of and the open reservation's
         copies that read it.
     """
+
+    keeps_states = False
+    """Whether each row of a step needs a state block too, and each row is in a reservation."""
 
     def __init__(
         self, num_blocks: int, block_size: int, *, policy: EvictionPolicy = least_recently_used, secret: bytes = b"",
@@ -125,6 +128,10 @@ class BlockManager(BlockMemory):
         if host is not None:
             match = match.extended_by(match_in(self.hasher, sequence, host))
         return match if self.copies_blocks else match.without_tail(self.block_size)
+
+    def find(self, sequence: Sequence, num_tokens: int) -> FoundBlocks:
+        """Find what the device holds of exactly the first ``num_tokens`` positions of a sequence."""
+        return find_blocks(self.hasher, sequence, num_tokens, self.cache)
 
     def reserve(self, demands: Iterable[Demand]) -> Reservation | None:
         """Let tables hold the positions asked for, each table once, or change nothing if the pool is too small."""
@@ -230,14 +237,15 @@ class BlockManager(BlockMemory):
         sources = [source for source, _ in copies]
         self._sources.update(sources)
         return Reservation(
-            tuple(copies), partial(self._shorten_tables, growths), partial(self._free_sources, sources)
+            tuple(copies), partial(self._free_sources, sources), partial(self._shorten_tables, growths, sources)
         )
 
-    def _shorten_tables(self, growths: ListOf[_Growth]) -> None:
+    def _shorten_tables(self, growths: ListOf[_Growth], sources: ListOf[int]) -> None:
         """Shorten tables to what they were, last first, except of sequences that have been freed since."""
         for growth in reversed(growths):
             if self._tables.get(growth.sequence_id) is growth.table:
                 self._truncate(growth.sequence_id, growth.num_blocks_before)
+        self._free_sources(sources)
 
     def _free_sources(self, sources: ListOf[int]) -> None:
         for source in sources:

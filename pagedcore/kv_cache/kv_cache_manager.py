@@ -14,6 +14,7 @@ from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.eviction import EvictionPolicy, least_recently_used
 from pagedcore.kv_cache.host_cache import BlockMove, Direction, HostCache, Transfer
+from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
 from pagedcore.kv_cache.memory_snapshot import BlockSnapshot
 from pagedcore.kv_cache.prefix_match import FoundBlocks, PrefixMatch, contents, find_blocks
 from pagedcore.sequence import Sequence
@@ -31,13 +32,18 @@ class KVCacheManager:
         policy: the order of eviction, in either memory.
         secret: of the content keys; see ``BlockHasher``.
         copies_blocks: whether a partly matching block can be copied; else only full ones are shared.
+        num_states: state blocks of the device; 0 for a model that keeps no states. With some, nothing is on the host.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, *, num_host_blocks: int = 0,
         policy: EvictionPolicy = least_recently_used, secret: bytes = b"", copies_blocks: bool = True,
+        num_states: int = 0,
     ) -> None:
         self.device = BlockManager(num_blocks, block_size, policy=policy, secret=secret, copies_blocks=copies_blocks)
+        if num_states:
+            self.device = HybridBlocks(num_blocks, block_size, num_states, policy=policy, secret=secret,
+                                       copies_blocks=copies_blocks)
         self.host = HostCache(num_host_blocks, policy)
 
     def reset(self) -> None:
@@ -53,7 +59,7 @@ class KVCacheManager:
     def find(self, sequence: Sequence) -> tuple[FoundBlocks, FoundBlocks]:
         """Find what the device and what the host holds of a sequence's positions, the last one left out."""
         hasher, num_tokens = self.device.hasher, len(sequence.token_ids) - 1
-        here = find_blocks(hasher, sequence, num_tokens, self.device.cache)
+        here = self.device.find(sequence, num_tokens)
         return here, find_blocks(hasher, sequence, num_tokens, self.host.cache)
 
     def num_blocks_to_copy(self, sequence: Sequence, num_tokens: int) -> int:

@@ -29,6 +29,28 @@ class MemorySnapshot:
     """Blocks of known contents, by key."""
 
 
+class KnownState(NamedTuple):
+    """A state that can be found; see ``KeptState``."""
+
+    state_id: int
+    tail: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSnapshot:
+    """The state blocks of the device at one moment."""
+
+    free_blocks: tuple[int, ...]
+    idle_blocks: frozenset[int]
+    reference_counts: tuple[int, ...]
+    current: Mapping[int, int]
+    """The state of each sequence, by its id."""
+    written: Mapping[int, int]
+    """What rows in flight write, by the ids of their sequences."""
+    kept: Mapping[bytes, KnownState]
+    """What can be found, by the keys of KV blocks."""
+
+
 @dataclass(frozen=True, slots=True)
 class BlockSnapshot:
     """The whole KV cache at one moment."""
@@ -39,3 +61,5 @@ class BlockSnapshot:
     tables: Mapping[int, tuple[int, ...]]
     pins: Mapping[int, tuple[int, ...]]
     """Host blocks kept for sequences."""
+    states: StateSnapshot | None = None
+    """``None``: the model keeps none."""

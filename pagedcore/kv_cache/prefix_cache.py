@@ -77,6 +77,8 @@ class PrefixCache:
         self.num_recomputed = 0
         """Blocks that were computed again after they had been evicted for others."""
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self.forget_state: Callable[[bytes], None] | None = None
+        """Called with the key of what was evicted, if the model keeps states."""
 
     @property
     def registered(self) -> tuple[CachedBlock, ...]:
@@ -173,6 +175,10 @@ class PrefixCache:
         # Safety: with equal keys and other tokens or another parent, the block would be another sequence's memory.
         return cached.block_id if cached is not None and cached.content == content else None
 
+    def num_behind(self, key: bytes) -> int | None:
+        """Return how many blocks go on behind a registered one; ``None``: none is registered under this key."""
+        return len(self._children.get(key, ())) if key in self._by_key else None
+
     def find_beginning(self, parent_key: bytes, token_ids: TokenIds) -> tuple[int, int] | None:
         """Return the block behind ``parent_key`` that has most first tokens of ``token_ids``, and how many.
 
@@ -240,6 +246,8 @@ class PrefixCache:
             if one.block_id in self._pool.idle_blocks:
                 self._count_idle_child(parent_key, -1)
                 self._pool.free_idle_block(one.block_id)
+            if self.forget_state is not None:
+                self.forget_state(one.content.key)
 
     def _descendants(self, cached: CachedBlock) -> list[CachedBlock]:
         """List all blocks that continue a block, ends first."""

@@ -27,6 +27,10 @@ class PrefixMatch:
     """Blocks on the host that come next, to be loaded."""
     num_tokens: int = 0
     """Positions covered, once everything is shared, copied and loaded."""
+    state: int = -1
+    """The state block that the sequence begins from, if its model keeps states and ``num_tokens`` is not 0."""
+    shorter: PrefixMatch | None = None
+    """What covers less without a tail, of a match with a state and a tail."""
 
     @property
     def held_blocks(self) -> tuple[int, ...]:
@@ -35,7 +39,9 @@ class PrefixMatch:
 
     def without_tail(self, block_size: int) -> PrefixMatch:
         """Return the part that needs no copy and no load."""
-        return PrefixMatch(self.device_blocks, num_tokens=len(self.device_blocks) * block_size)
+        if self.shorter is not None:
+            return self.shorter
+        return PrefixMatch(self.device_blocks, num_tokens=len(self.device_blocks) * block_size, state=self.state)
 
     def extended_by(self, host: PrefixMatch) -> PrefixMatch:
         """Return this match with what ``host``, found in the host's blocks, adds to it if it covers more."""
@@ -54,6 +60,8 @@ class FoundBlocks(NamedTuple):
     block_ids: tuple[int, ...]
     num_tokens: int
     """Positions that they hold together."""
+    state: int = -1
+    """The state block behind these positions, if the model keeps states and there are any."""
 
 
 def contents(hasher: BlockHasher, sequence: Sequence, num_tokens: int, first_block: int = 0) -> Iterator[Content]:

@@ -17,6 +17,10 @@ class Demand:
     num_tokens: int
     match: PrefixMatch = NO_MATCH
     """Only for a sequence without blocks; it has no host blocks."""
+    keeps_state: bool = False
+    """Whether the state behind these positions is to be found by others, where the model keeps states."""
+    unsettled_from: int | None = None
+    """Where the positions begin, if the last ones are of drafts: they may be taken back."""
 
 
 @dataclass(slots=True)
@@ -29,20 +33,31 @@ class Reservation:
 
     copies: tuple[tuple[int, int], ...]
     """(source, destination) of device blocks to copy before the step computes; the sources are held until it closes."""
-    _shorten_tables: Callable[[], None]
-    _free_sources: Callable[[], None]
+    _keep: Callable[[], None]
+    _undo: Callable[[], None]
     _state: str = "open"
 
     def commit(self) -> None:
         """Keep the blocks. Raises ``InternalError`` if the reservation was cancelled."""
         if self._close("committed"):
-            self._free_sources()
+            self._keep()
 
     def cancel(self) -> None:
         """Take the blocks out of the tables and free them, last first. Raises ``InternalError`` if it was committed."""
         if self._close("cancelled"):
-            self._shorten_tables()
-            self._free_sources()
+            self._undo()
+
+    def also(self, keep: Callable[[], None], undo: Callable[[], None]) -> Reservation:
+        """Return this one with more to keep, or to undo first."""
+        def undo_all() -> None:
+            undo()
+            self.cancel()
+
+        def keep_all() -> None:
+            self.commit()
+            keep()
+
+        return Reservation(self.copies, keep_all, undo_all)
 
     def _close(self, state: str) -> bool:
         if self._state not in ("open", state):

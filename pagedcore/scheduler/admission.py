@@ -29,7 +29,7 @@ class Admission:
         self._available = 0
         """Blocks that may still be promised."""
         self._being_computed: set[bytes] = set()
-        """Keys of the full blocks that this step completes."""
+        """Keys of what running sequences are about to complete for others."""
         self._tenants: defaultdict[str, list[Sequence]] | None = None
         """Running and admitted sequences by tenant, if the policy caps tenants."""
         self._idle: set[int] = set()
@@ -205,24 +205,15 @@ class Admission:
         return self._blocks.blocks_for(self._promise(candidate)) - len(found) + len(taken)
 
     def _note_being_computed(self, sequence: Sequence, start: int) -> None:
-        """Remember the full blocks of known tokens that a running sequence is about to complete."""
-        num_blocks = len(sequence.token_ids) // self._blocks.block_size
-        first = start // self._blocks.block_size
-        if first < num_blocks:
-            self._blocks.hasher.extend(sequence.block_keys, sequence.block_root, sequence.token_ids, num_blocks)
-            self._being_computed.update(sequence.block_keys[first:num_blocks])
+        """Remember what a running sequence is about to complete for others."""
+        self._being_computed.update(self._state.keys_to_come(sequence, start))
 
     def _is_being_computed(self, candidate: Sequence, match: PrefixMatch) -> bool:
-        """Whether a running sequence computes the next block that the candidate lacks."""
+        """Whether a running sequence computes what the candidate lacks next."""
         is_static = not self._rules.policy.admits_while_running
         if is_static or self._holds(candidate) or not self._being_computed:
             return False
-        size = self._blocks.block_size
-        next_block = match.num_tokens // size
-        if (next_block + 1) * size > candidate.num_reusable_tokens:
-            return False
-        self._blocks.hasher.extend(candidate.block_keys, candidate.block_root, candidate.token_ids, next_block + 1)
-        return candidate.block_keys[next_block] in self._being_computed
+        return self._state.lacks_any(candidate, match, self._being_computed)
 
 
 def _first_arrivals(waiting: ListOf[Sequence], bonus: int) -> Iterator[Sequence]:

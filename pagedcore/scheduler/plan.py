@@ -27,6 +27,8 @@ class ScheduledRow:
     """What a sequence without blocks shares or copies instead of computing it."""
     drafts: tuple[int, ...] = ()
     """Tokens that may follow the last known one: the last of its ``num_tokens``. They are no tokens of its sequence."""
+    keeps_state: bool = False
+    """Whether the state behind its last position is to be found by others, where the model keeps states."""
     end: int = field(init=False)
     """One past the last position computed."""
     num_sampled: int = field(init=False)
@@ -72,7 +74,8 @@ class ScheduledRow:
     @property
     def demand(self) -> Demand:
         """The blocks this row needs."""
-        return Demand(self.sequence.sequence_id, self.end, self.match)
+        unsettled = self.start if self.drafts else None
+        return Demand(self.sequence.sequence_id, self.end, self.match, self.keeps_state, unsettled)
 
 
 class PreemptionKind(Enum):

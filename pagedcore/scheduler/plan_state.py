@@ -6,7 +6,8 @@ changes none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
+from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
@@ -82,6 +83,25 @@ class PlanState:
         """Return how many of the next ``num_tokens`` of a sequence that reports its prompt this step may compute."""
         # Why: at least one, so that every sequence advances however many prompts are reported at a time.
         return min(num_tokens, max(1, self._num_scorable)) if sequence.is_scored else num_tokens
+
+    def keys_to_come(self, sequence: Sequence, start: int) -> ListOf[bytes]:
+        """Return the keys of what a sequence computes for others from a position on: its full blocks of known tokens.
+        """
+        num_blocks = len(sequence.token_ids) // self.blocks.block_size
+        first = start // self.blocks.block_size
+        if first >= num_blocks:
+            return ()
+        self.blocks.hasher.extend(sequence.block_keys, sequence.block_root, sequence.token_ids, num_blocks)
+        return sequence.block_keys[first:num_blocks]
+
+    def lacks_any(self, candidate: Sequence, match: PrefixMatch, keys: Set[bytes]) -> bool:
+        """Whether what a waiting sequence with a match lacks next is among these: a full block."""
+        size = self.blocks.block_size
+        next_block = match.num_tokens // size
+        if (next_block + 1) * size > candidate.num_reusable_tokens:
+            return False
+        self.blocks.hasher.extend(candidate.block_keys, candidate.block_root, candidate.token_ids, next_block + 1)
+        return candidate.block_keys[next_block] in keys
 
     def add_row(
         self, sequence: Sequence, start: int, num_tokens: int, num_blocks: int, match: PrefixMatch = NO_MATCH

@@ -14,10 +14,10 @@ from typing import Any
 from pagedcore.errors import InternalError, RequestTooLarge
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
-from pagedcore.kv_cache.prefix_match import NO_MATCH
 from pagedcore.outputs import FinishReason
 from pagedcore.scheduler.adapter_slots import AdapterMoves, AdapterSlots
 from pagedcore.scheduler.batch_gate import ALWAYS_OPEN, BatchGate
+from pagedcore.scheduler.chunk_ends import HybridPlanState
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan, StepInFlight
 from pagedcore.scheduler.plan_state import PlanningRules, PlanState
@@ -52,6 +52,7 @@ class Scheduler:
     ) -> None:
         self.kv_cache = kv_cache
         self._blocks = kv_cache.device
+        self._is_hybrid = kv_cache.device.keeps_states
         self._num_pool_tokens = self._blocks.num_blocks * self._blocks.block_size
         self.costs = CostModel()
         preemption_rules = PreemptionRules(preemption, self.costs, self._blocks.block_size)
@@ -264,7 +265,7 @@ class Scheduler:
         if plan.moves_blocks:
             raise InternalError("reserve: room has to be made first; ask for another plan then")
         # Why: a decode row rarely needs a block, and then there is nothing to reserve for it.
-        demands = [row.demand for row in plan.rows if row.num_new_blocks or row.match is not NO_MATCH]
+        demands = [row.demand for row in plan.rows if row.num_new_blocks or row.match.num_tokens or self._is_hybrid]
         reservation = self._blocks.reserve(demands) if demands else None
         if demands and reservation is None:
             raise InternalError(f"reserve: {self._blocks.num_available_blocks} blocks are too few for the plan")
@@ -420,7 +421,8 @@ class Scheduler:
             waiting, awaiting = self.adapters.startable(waiting, self._keeps_adapter)
         for phase in self._phases:
             of_phase = rules if phase == rules.phase else replace(rules, phase=phase)
-            state = PlanState(of_phase, self.kv_cache, self.running.sequences, waiting, awaiting)
+            state = (HybridPlanState if self._is_hybrid else PlanState)(
+                of_phase, self.kv_cache, self.running.sequences, waiting, awaiting)
             planner = StepPlanner(state, may_wait=may_wait, view=self.queues.view, speculation=speculation)
             plan = planner.plan()
             self.waiting.failure = self.waiting.failure or planner.policy_failure

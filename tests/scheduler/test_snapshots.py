@@ -22,7 +22,9 @@ from pagedcore.kv_cache.block_table import BlockTable
 from pagedcore.kv_cache.host_cache import HostCache, Transfer
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_cache import CachedBlock, PrefixCache
+from pagedcore.kv_cache.state_blocks import StateBlocks
 from pagedcore.request_options import RequestOptions
+from pagedcore.scheduler import chunk_ends
 from pagedcore.scheduler.adapter_slots import AdapterSlots
 from pagedcore.scheduler.cost_model import CostModel, Line
 from pagedcore.scheduler.plan import Preemption
@@ -50,15 +52,16 @@ DOOR = "decides at the door; whoever was accepted is accepted"
 LEFT_OUT: dict[type, dict[str, str]] = {
     Scheduler: {"_blocks": WIRING, "_num_pool_tokens": SETTING, "rules": SETTING, "gate": SETTING,
                 "_in_flight": LANDED, "_drafted": LANDED, "waiting": WIRING, "running": WIRING,
-                "speculation": DRAFTS},
+                "speculation": DRAFTS, "_is_hybrid": SETTING},
     KVCacheManager: {},
     BlockManager: {"num_blocks": SETTING, "policy": SETTING, "block_size": SETTING, "copies_blocks": SETTING,
-                   "hasher": SETTING, "_sources": LANDED},
+                   "hasher": SETTING, "_sources": LANDED, "_to_keep": LANDED, "_unsettled": LANDED},
+    StateBlocks: {"num_states": SETTING, "written": LANDED},
     HostCache: {"num_blocks": SETTING, "policy": SETTING},
     BlockPool: {"num_blocks": SETTING},
     BlockTable: {"_ids": DERIVED, "_view": DERIVED},
     PrefixCache: {"_pool": WIRING, "_policy": SETTING, "_heap": DERIVED, "num_recomputed": STATISTIC,
-                  "_evicted": STATISTIC},
+                  "_evicted": STATISTIC, "forget_state": WIRING},
     CachedBlock: {},
     Transfer: {},
     CostModel: {},
@@ -179,14 +182,16 @@ LIVES = [
     *[{"seed": seed, "has_faults": seed % 2 == 1, "has_formation": seed % 3 == 0} for seed in range(12)],
     *[{"seed": seed, "has_faults": seed % 2 == 1, "has_policies": True} for seed in range(8)],
     {"seed": 4, "num_short_tokens": 6}, {"seed": 5, "has_readers": True},
+    *[{"seed": seed, "has_faults": seed % 2 == 1, "keeps_states": True} for seed in range(8)],
 ]
 
 
-def test_every_attribute_comes_back() -> None:
+def test_every_attribute_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """At every plan of random lives, under all policies, a scheduler that is made again of the snapshot has the
     attributes that the scheduler has, but for those that are listed above with a reason. Each of them was seen with two
     values at least, so that one that nobody copies cannot pass as what the constructor gave it.
     """
+    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
     seen, met = defaultdict[tuple[str, str], list[Any]](list), set[tuple[type, str]]()
 
     def compare(scheduler: Scheduler, now_s: float) -> Scheduler:

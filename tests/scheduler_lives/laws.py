@@ -154,15 +154,19 @@ def _is_capped(candidate: Sequence, plan: SchedulePlan, scheduler: Scheduler) ->
 
 
 def is_prefix_under_way(candidate: Sequence, plan: SchedulePlan, scheduler: Scheduler) -> bool:
-    """Whether a running sequence is about to complete the block that a candidate would have to compute next."""
+    """Whether a running sequence is about to complete the block that a candidate would compute next, or to leave
+    a state further on.
+    """
     size = scheduler.kv_cache.device.block_size
     # Why both memories: what the host holds is loaded, and the block after it is the next to compute.
-    end = size * (scheduler.kv_cache.match(candidate).num_tokens // size + 1)
-    return end < len(candidate.token_ids) and any(
-        other.block_root == candidate.block_root
+    first = size * (scheduler.kv_cache.match(candidate).num_tokens // size + 1)
+    last = len(candidate.token_ids) if scheduler.kv_cache.device.keeps_states else first + 1
+    return any(
+        end < len(candidate.token_ids)
+        and other.block_root == candidate.block_root
         and other.token_ids[:end] == candidate.token_ids[:end]
         and other.num_computed_tokens < end
-        for other in (*scheduler.running, *plan.admitted)
+        for other in (*scheduler.running, *plan.admitted) for end in range(first, last, size)
     )
 
 

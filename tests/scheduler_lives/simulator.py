@@ -4,7 +4,7 @@ One seed decides everything: sizes, arrivals, shared beginnings, priorities, abo
 take, faults. There is one thread, no clock that runs by itself and no sleep; two runs of a seed leave the same trace.
 What is in the memories is compared with what the caches say of it. A failing seed is one command::
 
-    PYTHONPATH=.:kernels:tests python -m scheduler_lives.simulator SEED [--faults] [--formation] [--policies]
+    PYTHONPATH=.:kernels:tests python -m scheduler_lives.simulator SEED [--faults] [--formation] [--policies] [--states]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,16 @@ from scheduler_lives.laws import (
     require_lawful_plan,
     require_true_contents,
 )
-from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer, toy_logits
+from support.doubles import (
+    FakeClock,
+    FlakyBackend,
+    FlakyHybrid,
+    ToyStore,
+    make_scheduler,
+    make_sequence,
+    toy_answer,
+    toy_logits,
+)
 
 #: Few different tokens, so that sequences resemble each other and a mixed-up block is not lucky to be noticed.
 PROMPT_TOKENS = 3
@@ -194,6 +203,8 @@ class Simulation:
     """Whether the policy is drawn from all there are, and one that changes its mind at random, with their options."""
     num_short_tokens: int | None = None
     """As of a sequence."""
+    keeps_states: bool = False
+    """Whether the model does; then there is no host, and a state is worth a cut from a few tokens on."""
     has_readers: bool = False
     """Whether half of the sequences generate nothing, and have hidden states read from some position on."""
     trace: list[str] = field(default_factory=list)
@@ -201,6 +212,9 @@ class Simulation:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
         self.world = World.draw(self.rng)
+        state_rng = random.Random(f"states {self.seed}")
+        if self.keeps_states:
+            self.world = replace(self.world, num_host_blocks=0)
         world = self.world
         self.policy_rng = random.Random(f"policies {self.seed}")
         self.scheduler: Scheduler = make_scheduler(
@@ -215,11 +229,15 @@ class Simulation:
             num_host_blocks=world.num_host_blocks,
             eviction=world.eviction,
             copies_blocks=world.copies_blocks,
+            num_states=world.max_num_seqs * state_rng.choice([2, 3, 4]) if self.keeps_states else 0,
             **(self._draw_formation() if self.has_formation else {}),
         )
         self.arrived_s: dict[int, float] = {}
         self.last_phase = ""
-        self.backend = FlakyBackend()
+        self.backend = FlakyHybrid() if self.keeps_states else FlakyBackend()
+        if isinstance(self.backend, FlakyHybrid):
+            self.backend.has_attention = state_rng.random() < 0.7
+            self.backend.allocate_states(self.scheduler.kv_cache.device.states.num_states)
         self.backend.num_short_tokens = self.num_short_tokens
         self.backend.allocate_kv(world.num_blocks, world.block_size)
         # Why: a chance of its own, so that lives in which nothing hangs are what they would be without it.
@@ -257,6 +275,7 @@ class Simulation:
         except Exception as error:
             when = f"after {len(self.trace)} steps"
             name = "scheduler_lives.simulator" + " --formation" * self.has_formation + " --policies" * self.has_policies
+            name += " --states" * self.keeps_states
             raise failure_of(error, when, name, self.seed, has_faults=self.has_faults) from error
         return self
 
@@ -559,7 +578,7 @@ if __name__ == "__main__":
     flags = [one for one in sys.argv[1:] if one.startswith("--")]
     seed = next(int(one) for one in sys.argv[1:] if one not in flags)
     simulation = Simulation(seed, has_faults="--faults" in flags, has_formation="--formation" in flags,
-                            has_policies="--policies" in flags)
+                            has_policies="--policies" in flags, keeps_states="--states" in flags)
     try:
         simulation.run()
     finally:

@@ -13,6 +13,7 @@ from pagedcore.errors import InternalError
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.kv_cache.block_pool import BlockPool
+from pagedcore.scheduler import chunk_ends
 from scheduler_lives.laws import require_true_contents
 from scheduler_lives.simulator import Simulation
 from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
@@ -82,6 +83,33 @@ def test_lives_with_readers(has_faults: bool) -> None:
     again, end after the last one, and change no token of the others."""
     for seed in range(80):
         Simulation(seed, has_faults, has_policies=seed % 2 == 0, has_readers=True).run()
+
+
+def hybrid_life(seed: int) -> Simulation:
+    """A life with states, and with all that the other kinds of lives have, in turns."""
+    border = 3 + seed % 6 if seed % 7 == 3 else None
+    return Simulation(seed, has_faults=seed % 2 == 1, has_formation=seed % 3 == 0, has_policies=seed % 4 < 2,
+                      has_readers=seed % 5 == 0, num_short_tokens=border, keeps_states=True).run()
+
+
+@pytest.fixture
+def cheap_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are kept of short prompts too."""
+    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
+
+
+def test_lives_with_states(cheap_states: None) -> None:
+    """A model whose logits follow from the state that a row began from gives the same completions, whatever is shared,
+    evicted, preempted, cut or broken off; and states are found."""
+    counters = [hybrid_life(seed).scheduler.counters for seed in range(150)]
+    assert sum(one.num_cached_tokens > 0 for one in counters) > 30
+
+
+@pytest.mark.slow
+def test_many_lives_with_states(cheap_states: None) -> None:
+    """The same with more seeds."""
+    for seed in range(10_000, 40_000):
+        hybrid_life(seed)
 
 
 @pytest.mark.slow

@@ -48,12 +48,21 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 def toy_logits(token_ids: npt.NDArray[np.int64], vocab_size: int = VOCAB_SIZE) -> FloatArray:
     """Logits of the next token, all different: [vocab_size] float32, a pure function of every token before."""
-    places = np.arange(1, len(token_ids) + 1, dtype=np.uint64)
-    digest = np.bitwise_xor.reduce(_scramble(token_ids.astype(np.uint64) * _MIX + places))
+    return logits_of(toy_digest(token_ids), vocab_size)
+
+
+def logits_of(digest: np.uint64, vocab_size: int = VOCAB_SIZE) -> FloatArray:
+    """The logits behind tokens with this digest."""
     scores = _scramble(digest + np.arange(vocab_size, dtype=np.uint64) * _MIX)
     logits = np.empty(vocab_size, dtype=np.float32)
     logits[np.argsort(scores)] = np.arange(vocab_size, dtype=np.float32) / 4
     return logits
+
+
+def toy_digest(token_ids: npt.NDArray[np.int64], first: int = 0) -> np.uint64:
+    """What ``toy_logits`` make of tokens from position ``first`` on: of a text, the exclusive or of its parts."""
+    places = np.arange(first + 1, first + len(token_ids) + 1, dtype=np.uint64)
+    return np.uint64(np.bitwise_xor.reduce(_scramble(token_ids.astype(np.uint64) * _MIX + places)))
 
 
 def toy_answer(
@@ -310,6 +319,79 @@ class FlakyBackend(ToyBackend):
         return logits
 
 
+class KeepsToyStates:
+    """What makes a toy a hybrid: a state of each sequence, the digest of its tokens and how many they are.
+
+    Logits are those of a ``ToyBackend`` where state and slots tell of the same tokens, and others where they do not. So
+    a state that is lost, or another one's, changes the answer as a misplaced block does. While ``has_attention`` is
+    false, logits follow from the states alone.
+    """
+
+    has_attention = True
+    state_bytes = 16
+    num_states = 0
+
+    def allocate_states(self, num_states: int) -> None:
+        """Make states that nothing wrote."""
+        self.num_states = num_states
+        self.states = np.full((num_states, 2), 2**64 - 1, dtype=np.uint64)
+
+    @property
+    def state_store(self) -> KeepsToyStates:
+        """What moves states: this object."""
+        return self
+
+    def read_states(self, state_ids: SequenceOf[int]) -> npt.NDArray[np.uint8]:
+        """Return states as bytes."""
+        return self.states[list(state_ids)].view(np.uint8).reshape(len(state_ids), -1)
+
+    def write_states(self, state_ids: SequenceOf[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Overwrite states."""
+        self.states[list(state_ids)] = np.ascontiguousarray(contents).view(np.uint64).reshape(len(state_ids), 2)
+
+    def forward(self, batch: RaggedRows) -> FloatArray:
+        """Advance the states of all rows, then compute."""
+        reads, writes = batch.state_reads, batch.state_writes
+        assert reads is not None, "a step of a hybrid says nothing of states"
+        assert writes is not None, "a step of a hybrid says nothing of states"
+        used = writes[writes >= 0]
+        assert len(np.unique(used)) == len(used), "two rows write one state"
+        assert not np.isin(reads[reads >= 0], used).any(), "a state is read and written in one step"
+        self._digest_after: dict[tuple[int, int], np.uint64] = {}
+        for row, (read, write) in enumerate(zip(reads.tolist(), writes.tolist(), strict=True)):
+            first, last = batch.query_start[row : row + 2].tolist()
+            start = int(batch.kv_lens[row]) - (last - first)
+            digest, count = self.states[read] if read >= 0 else np.zeros(2, np.uint64)
+            if count != start:
+                digest = np.uint64(count) ^ np.uint64(0xBAD)
+            for place in range(first, last):
+                position = start + place - first
+                digest = digest ^ toy_digest(batch.token_ids[place : place + 1], position)
+                self._digest_after[row, position + 1] = digest
+            if write >= 0:
+                self.states[write] = digest, start + last - first
+        return super().forward(batch)  # type: ignore[misc,no-any-return]
+
+    def _read_back(self, batch: RaggedRows, row: int, num_positions: int) -> npt.NDArray[np.int64]:
+        self._told = self._digest_after[row, num_positions]
+        if not self.has_attention:
+            return np.zeros(0, np.int64)
+        return super()._read_back(batch, row, num_positions)  # type: ignore[misc,no-any-return]
+
+    def logits_after(self, token_ids: npt.NDArray[np.int64]) -> FloatArray:
+        """Return the logits that slots and state agree on."""
+        kept = toy_digest(token_ids) if self.has_attention else self._told
+        return logits_of(self._told if kept == self._told else ~(kept ^ self._told))
+
+
+class ToyHybrid(KeepsToyStates, ToyBackend):
+    """A ``ToyBackend`` that keeps states."""
+
+
+class FlakyHybrid(KeepsToyStates, FlakyBackend):
+    """A ``FlakyBackend`` that keeps states."""
+
+
 class FakeClock:
     """A clock that moves only when a test moves it."""
 
@@ -384,13 +466,14 @@ def make_scheduler(
     copies_blocks: bool = True,
     max_scored_tokens: int = 4,
     policy_options: Mapping[str, Any] = MappingProxyType({}),
+    num_states: int = 0,
     **formation: Any,
 ) -> Scheduler:
     """Build a small scheduler with a pool of its own."""
     return Scheduler(
         KVCacheManager(
             num_blocks, block_size, num_host_blocks=num_host_blocks, policy=POLICIES[eviction],
-            copies_blocks=copies_blocks,
+            copies_blocks=copies_blocks, num_states=num_states,
         ),
         make_policy(policy, **policy_options),
         max_num_seqs=max_num_seqs,

@@ -15,6 +15,9 @@ Otherwise no engine imports this file. What the slots of the blocks hold is chec
     S8   keys and cached blocks are one to one, every cached block's parent is cached, and every idle block is cached
     S9   computed < known while waiting or running; known <= allowed; known tokens never change
     S10  waiting sequences that never started, and running ones, are within their bounds
+    S11  of a model that keeps states: a state block's references are the sequences that have it or write it; one that
+         is free, or kept for nobody, has none; no step reads and writes one, nor writes it twice; a kept one has the
+         key of a cached block; a sequence has a state exactly if it has a table and computed positions
 """
 
 from __future__ import annotations
@@ -109,7 +112,8 @@ class InvariantChecker(EngineObserver):
 
 def check(now: Snapshot, before: Snapshot | None = None) -> list[Violation]:
     """List every broken law, S1 first; ``before`` is an earlier snapshot, for what must not have changed."""
-    laws = (_s1(now), _s2(now), _s3(now), _s4(now), _s5(now), _s6(now), _s7(now), _s8(now), _s9(now, before), _s10(now))
+    laws = (_s1(now), _s2(now), _s3(now), _s4(now), _s5(now), _s6(now), _s7(now), _s8(now), _s9(now, before), _s10(now),
+            _s11(now))
     return [violation for law in laws for violation in law]
 
 
@@ -232,3 +236,30 @@ def _s10(now: Snapshot) -> Iterator[Violation]:
         yield Violation("S10", f"{now.num_never_started} new sequences wait, the bound is {now.max_num_waiting}")
     if len(now.running) > now.max_num_seqs:
         yield Violation("S10", f"{len(now.running)} sequences run, the bound is {now.max_num_seqs}")
+
+
+def _s11(now: Snapshot) -> Iterator[Violation]:
+    if (states := now.blocks.states) is None:
+        return
+    holds, written = Counter(states.current.values()), Counter(states.written.values())
+    kept = {one.state_id for one in states.kept.values()}
+    for state_id, count in enumerate(states.reference_counts):
+        if count != holds[state_id] + written[state_id]:
+            yield Violation("S11", f"state {state_id} has {count} references and "
+                            f"{holds[state_id] + written[state_id]} holders")
+        if written[state_id] and (holds[state_id] or written[state_id] > 1 or state_id in kept):
+            yield Violation("S11", f"state {state_id} is written and is found, read or written elsewhere")
+        is_free, is_idle = states.free_blocks.count(state_id), state_id in states.idle_blocks
+        if is_free + is_idle + (count > 0) != 1 or (is_idle and state_id not in kept) or (is_free and state_id in kept):
+            yield Violation("S11", f"state {state_id} is not either free, kept or held")
+    for key, one in states.kept.items():
+        if key not in now.blocks.device.registered:
+            yield Violation("S11", f"state {one.state_id} is kept and the KV before it is not")
+    has_state = {one.sequence_id for one in now.waiting + now.running if one.num_computed_tokens}
+    starting = now.reserved.keys() - has_state
+    for number in (states.current.keys() - starting) ^ has_state:
+        yield Violation("S11", f"sequence {number} has a state without computed positions, or these without a state")
+    for number in (states.current.keys() | states.written.keys()) - now.blocks.tables.keys():
+        yield Violation("S11", f"sequence {number} has a state and no table")
+    for number in states.written.keys() - now.reserved.keys():
+        yield Violation("S11", f"sequence {number} writes a state and is in no step")

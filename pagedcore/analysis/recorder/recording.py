@@ -27,8 +27,10 @@ from pagedcore.sequence import long_root
 from pagedcore.sessions.session_file import params_as_mapping
 
 FORMAT: Final = "pagedcore recording"
-VERSION: Final = 6
-_READ: Final = (4, 5, VERSION)
+VERSION: Final = 7
+_WITHOUT_STATES: Final = 6
+"""What a file says whose model keeps none, so that earlier versions can read it."""
+_READ: Final = (4, 5, _WITHOUT_STATES, VERSION)
 """Files of version 5 know no drafts, those of version 4 no sequences that generate nothing either. Those of earlier
 versions were decided by other estimates of what steps cost, and cannot be decided again."""
 _MOST_REFUSED: Final = 2**53
@@ -85,7 +87,9 @@ class _Writer:
         """Yield the text of a file, line by line."""
         parts = [(self._begin(segment), [canonical(self._event(one)) for one in list(segment.events)])
                  for segment in segments]
-        yield canonical({**header, "format": FORMAT, "version": VERSION, "has_tokens": self._keeps_tokens})
+        has_states = any("num_states" in begin["settings"] for begin, _ in parts)
+        version = VERSION if has_states else _WITHOUT_STATES
+        yield canonical({**header, "format": FORMAT, "version": version, "has_tokens": self._keeps_tokens})
         yield canonical(self._rows.encode(self._roots))
         for begin, events in parts:
             # Why last: a key is looked for among those of all rows.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pagedcore.kv_cache.eviction import POLICIES
+from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.outputs import FinishReason
 from pagedcore.sampling_params import SamplingParams
@@ -61,6 +62,7 @@ def settings_of(scheduler: Scheduler) -> State:
         "min_batch_size": scheduler.gate.min_batch_size, "max_wait_s": scheduler.gate.max_wait_s,
         # Why if: as in ``Scheduler.snapshot``.
         **({"adapters": [slots.num_slots, slots.num_bytes]} if slots.num_slots else {}),
+        **({"num_states": device.states.num_states} if isinstance(device, HybridBlocks) else {}),
     }
 
 
@@ -69,6 +71,7 @@ def build_scheduler(settings: Mapping[str, Any], load_policy: Callable[[str, Any
     kv_cache = KVCacheManager(
         settings["num_blocks"], settings["block_size"], num_host_blocks=settings["num_host_blocks"],
         policy=POLICIES[settings["eviction"]], copies_blocks=settings["copies_blocks"],
+        num_states=settings.get("num_states", 0),
     )
     names = ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "admission", "preemption",
              "max_scored_tokens", "prefill_share", "phases")

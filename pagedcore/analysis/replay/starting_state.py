@@ -58,6 +58,10 @@ def starting_state(segment: Mapping[str, Any], changes: Mapping[str, Any], now_s
     recorded, settings = segment["settings"], settings_with(segment, changes)
     if settings["num_blocks"] > MAX_BLOCKS:
         raise RecordingError(f"a pool of {settings['num_blocks']} blocks, at most {MAX_BLOCKS} are replayed")
+    if "num_states" in settings and (
+            settings["num_host_blocks"] or 2 * settings["max_num_seqs"] > settings["num_states"]):
+        raise RecordingError(f"its model keeps {settings['num_states']} states: none is on the host, and each sequence "
+                             "that runs needs 2")
     first = {**settings, **{name: recorded[name] for name in ("num_blocks", "num_host_blocks")}}
     state, num_more = segment["state"], settings["num_blocks"] - recorded["num_blocks"]
     if num_more > 0:
@@ -154,6 +158,8 @@ def _renumbered(device: State, num_blocks: int) -> State:
     return {
         **device, "free": [place[one] for one in device["free"]], "counts": counts,
         "entries": [[place[entry[0]], *entry[1:]] for entry in device["entries"]],
+        **({"states": {**states, "kept": [[place[one], *rest] for one, *rest in states["kept"]]}}
+           if (states := device.get("states")) is not None else {}),
         "tables": [[number, [place[one] for one in block_ids], registered]
                    for number, block_ids, registered in device["tables"]],
     }

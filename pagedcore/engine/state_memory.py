@@ -1,0 +1,115 @@
+"""The memory for states of a model with recurrent layers: how many blocks, and how many sequences may run with them.
+
+States and KV share one budget of bytes. A running sequence takes two blocks, one that it reads and one that it writes;
+as many again keep states from which later requests begin. Where that is more than half of the budget, fewer sequences
+run: neither kind of memory can be all taken by the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from pagedcore.config.engine_config import EngineConfig
+from pagedcore.config.memory_budget import format_memory
+from pagedcore.errors import InvalidConfig
+from pagedcore.protocols import KeepsStates
+
+if TYPE_CHECKING:
+    from pagedcore.protocols import ModelBackend, StateStore
+
+_log = logging.getLogger("pagedcore")
+
+LEAST_STATES: Final = 2
+"""Of one running sequence: what it reads, and what it writes."""
+STATES_PER_ROW: Final = 2 * LEAST_STATES
+"""As many again are kept for those that come."""
+MOST_SHARE: Final = 0.5
+"""Of a budget that KV is in too."""
+
+
+class StateMemory:
+    """The state blocks of one engine's backend; none if its model keeps no states.
+
+    Invariant: two blocks are there for each sequence that may run.
+    """
+
+    def __init__(self, backend: ModelBackend, config: EngineConfig) -> None:
+        """Look at the model.
+
+        Raises:
+            InvalidConfig: a setting asks for what states cannot do.
+        """
+        self._backend = backend if isinstance(backend, KeepsStates) and backend.state_bytes else None
+        self.state_bytes = self._backend.state_bytes if self._backend is not None else 0
+        """Of one block; 0: there are none."""
+        self.num_states = 0
+        self._wanted = config.max_num_seqs
+        if self._backend is not None and config.host_kv_memory is not None:
+            raise InvalidConfig(
+                "host_kv_memory: got a size, allowed is None for a model with recurrent layers: its states are not "
+                "moved to the host. Give kv_cache_memory more, which keeps states too."
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return self.num_states * self.state_bytes
+
+    @property
+    def max_num_seqs(self) -> int:
+        """How many sequences may run."""
+        return min(self._wanted, max(1, self.num_states // STATES_PER_ROW)) if self.state_bytes else self._wanted
+
+    def take(self, num_bytes: int, *, has_kv: bool, what: str) -> int:
+        """Choose the number of blocks that a budget has room for; return the bytes that are left for KV.
+
+        Args:
+            num_bytes: of the budget.
+            has_kv: whether KV needs some of it.
+            what: the setting that it comes from, for a message.
+
+        Raises:
+            InvalidConfig: it has not room for one sequence.
+        """
+        if not self.state_bytes:
+            return num_bytes
+        room = int(num_bytes * MOST_SHARE) if has_kv else num_bytes
+        if room < LEAST_STATES * self.state_bytes:
+            least = int(LEAST_STATES * self.state_bytes / (MOST_SHARE if has_kv else 1))
+            raise InvalidConfig(
+                f"{what}: got {num_bytes} bytes, allowed is at least {least} for this model: {LEAST_STATES} states of "
+                f"{self.state_bytes} bytes" + (", and as much for KV." if has_kv else "."))
+        self.num_states = min(STATES_PER_ROW * self._wanted, room // self.state_bytes)
+        return num_bytes - self.num_bytes
+
+    def allocate(self) -> None:
+        """Allocate the blocks in the backend, which frees them with its KV."""
+        if self._backend is not None:
+            self._backend.allocate_states(self.num_states)
+
+    @property
+    def store(self) -> StateStore | None:
+        """What moves the blocks, where there are some."""
+        return self._backend.state_store if self._backend is not None else None
+
+    def followed_by(self, config: EngineConfig) -> EngineConfig:
+        """Return the settings with as many running sequences as have states; others stay as they are."""
+        if (most := self.max_num_seqs) == config.max_num_seqs:
+            return config
+        _log.warning(
+            "states: %d sequences run at most, not %d (max_num_seqs): each takes %d states of %s; for more raise "
+            "kv_cache_memory", most, config.max_num_seqs, STATES_PER_ROW, format_memory(self.state_bytes),
+        )
+        return replace(config, max_num_seqs=most, max_num_waiting=config.waiting_limit,
+                       min_batch_size=min(config.min_batch_size, most))
+
+    def log_sum(self) -> None:
+        """Say how many there are."""
+        if self._backend is not None:
+            _log.info(
+                "state pool: %d states, %s each: %s in all, for %d running sequences and %d states that are kept",
+                self.num_states, format_memory(self.state_bytes), format_memory(self.num_bytes), self.max_num_seqs,
+                self.num_states - LEAST_STATES * self.max_num_seqs,
+            )

@@ -1,0 +1,203 @@
+"""State blocks of a model with recurrent layers: whose they are, and which can be found to continue from.
+
+A state is what all recurrent layers keep of a sequence at one position. A step reads the state of a row and writes
+another block, so a row holds two for the time of a step and one between steps. A state that is kept has the key of the
+KV block that ends at its position, and leaves with that block. Numbers only: it moves no bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as ListOf
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+from pagedcore.errors import InternalError
+from pagedcore.kv_cache.block_pool import BlockPool
+from pagedcore.kv_cache.memory_snapshot import KnownState, StateSnapshot
+
+_WINDOW: Final = 8
+"""Of so many states that were not used for longest, the one is evicted that is computed again soonest."""
+
+
+class KeptState(NamedTuple):
+    """A state that can be found."""
+
+    state_id: int
+    key: bytes
+    """Of the KV block that ends at its position."""
+    parent_key: bytes
+    """Of the block before that, or the root of the chain."""
+    tail: tuple[int, ...]
+    """The tokens of that block, if it is partly filled; empty: it is full."""
+    num_saved: int
+    """Tokens from the kept state before it, when it was kept: those that have to be computed again without it."""
+
+
+class StateBlocks:
+    """The state blocks of one device.
+
+    Invariant: a block's references are the sequences whose state it is, and the rows in flight that write it.
+    Invariant: a block without a reference is free, or kept. One that is kept is not written.
+    Invariant: a sequence's state is that of its computed positions; where none are computed it has none.
+    """
+
+    def __init__(self, num_states: int) -> None:
+        self.num_states = num_states
+        self.num_evictions = 0
+        self.reset()
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with a reference."""
+        return self.num_states - self._pool.num_available
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks without a reference whose states can be found."""
+        return len(self._idle)
+
+    def reset(self) -> None:
+        """Make every block free and forget all states, in whatever state the bookkeeping is."""
+        self._pool = BlockPool(self.num_states)
+        self._kept: dict[bytes, KeptState] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._tails: dict[bytes, list[KeptState]] = {}
+        """States that end inside a block, by the key of the block before it."""
+        self._idle: OrderedDict[int, None] = OrderedDict()
+        """Kept states without a reference, the least recently used one first."""
+        self.current: dict[int, int] = {}
+        """The state of each sequence, by its id; like ``written``, not for changing."""
+        self.written: dict[int, int] = {}
+        """What rows in flight leave their states in, by the ids of their sequences."""
+
+    def has_room_for(self, num_rows: int, begun_from: Iterable[int] = ()) -> bool:
+        """Whether so many rows can write a state each, while those that they begin from are held."""
+        num_taken = sum(state_id in self._idle for state_id in set(begun_from))
+        return num_rows + num_taken <= self._pool.num_available
+
+    def begin(self, rows: Iterable[tuple[int, int]]) -> None:
+        """Let rows write a state each; the caller knows that there is room for all.
+
+        Args:
+            rows: (sequence id, state that a sequence without one begins from, -1 for none) of each.
+        """
+        rows = list(rows)
+        # Why first: what a row begins from must be held before anything is allocated, or it could be evicted for that.
+        for number, state_id in rows:
+            if state_id >= 0:
+                self._idle.pop(state_id, None)
+                self._pool.add_reference(state_id)
+                self.current[number] = state_id
+        for (number, _), state_id in zip(rows, self.allocate(len(rows)), strict=True):
+            self.written[number] = state_id
+
+    def advance(self, number: int) -> None:
+        """Let what was written for a sequence be its state; nothing if nothing was."""
+        if (state_id := self.written.pop(number, None)) is not None:
+            self.free(self.current.pop(number, None))
+            self.current[number] = state_id
+
+    def go_back(self, number: int) -> None:
+        """Free what was written for a sequence; its state is what it was."""
+        self.free(self.written.pop(number, None))
+
+    def release(self, number: int) -> None:
+        """Free all that a sequence holds; what is kept of it can still be found."""
+        self.free(self.written.pop(number, None))
+        self.free(self.current.pop(number, None))
+
+    def keep(self, kept: KeptState) -> None:
+        """Let a state that something holds be found, unless one is there under its key, or it is under another."""
+        if kept.key in self._kept or kept.state_id in self._key_of:
+            return
+        self._kept[kept.key], self._key_of[kept.state_id] = kept, kept.key
+        if kept.tail:
+            self._tails.setdefault(kept.parent_key, []).append(kept)
+
+    def forget(self, key: bytes) -> None:
+        """Let no state be found under a key: its KV block has left."""
+        if (kept := self._kept.pop(key, None)) is None:
+            return
+        del self._key_of[kept.state_id]
+        if kept.tail:
+            self._tails[kept.parent_key].remove(kept)
+            if not self._tails[kept.parent_key]:
+                del self._tails[kept.parent_key]
+        if kept.state_id in self._idle:
+            del self._idle[kept.state_id]
+            self._pool.free_idle_block(kept.state_id)
+
+    def knows_any(self, keys: Iterable[bytes]) -> bool:
+        """Whether a state is kept at the end of a block with one of these keys, or inside one behind it."""
+        keys = list(keys)
+        return not (self._kept.keys().isdisjoint(keys) and self._tails.keys().isdisjoint(keys))
+
+    def find(self, key: bytes) -> KeptState | None:
+        """Return what is kept under a key."""
+        return self._kept.get(key)
+
+    def tails_behind(self, parent_key: bytes) -> ListOf[KeptState]:
+        """Return what is kept inside a block behind ``parent_key``; not for changing."""
+        return self._tails.get(parent_key, ())
+
+    def allocate(self, num_states: int) -> list[int]:
+        """Take blocks with a reference each, evicting kept states for them. Raises ``InternalError`` if too few are
+        available, which the caller knows before.
+        """
+        while len(self._pool.free_blocks) < num_states and self._idle:
+            self.forget(self._key_of[self._next_victim()])
+            self.num_evictions += 1
+        taken = self._pool.allocate(num_states)
+        if taken is None:
+            raise InternalError(f"{num_states} state blocks were asked for, {len(self._pool.free_blocks)} are free")
+        return taken
+
+    def bookkeeping(self) -> StateSnapshot:
+        """Copy the bookkeeping for the state laws."""
+        pool = self._pool
+        return StateSnapshot(
+            tuple(pool.free_blocks), frozenset(self._idle), tuple(pool.reference_counts), dict(self.current),
+            dict(self.written), {one.key: KnownState(one.state_id, one.tail) for one in self._kept.values()},
+        )
+
+    def snapshot(self) -> dict[str, Any]:
+        """Copy whose blocks are whose, and in which order what is kept is evicted, as plain values.
+
+        Keys are left out: what is kept is told by the registered KV block that has its key.
+        """
+        return {
+            **self._pool.snapshot(), "current": [list(pair) for pair in self.current.items()],
+            "idle": list(self._idle), "num_evictions": self.num_evictions,
+        }
+
+    def restore(self, state: Mapping[str, Any], kept: Iterable[KeptState]) -> None:
+        """Let empty blocks be as they were copied; ``kept`` is what could be found.
+
+        Raises ``ValueError`` if two are kept in one block or under one key, or the numbers do not add up.
+        """
+        for one in kept:
+            if one.key in self._kept or one.state_id in self._key_of:
+                raise ValueError("two states are kept in one place")
+            self.keep(one)
+        self._pool.restore(state, self._key_of)
+        self._idle = OrderedDict.fromkeys(state["idle"])
+        self.current = {int(number): int(state_id) for number, state_id in state["current"]}
+        holds = Counter(self.current.values())
+        if set(self._idle) != self._pool.idle_blocks or any(
+                count != holds[one] for one, count in enumerate(self._pool.reference_counts)):
+            raise ValueError("references of state blocks do not add up")
+        self.num_evictions = state["num_evictions"]
+
+    def free(self, state_id: int | None) -> None:
+        """Free a reference, if it is one: the block is kept then, or free."""
+        if state_id is None or not self._pool.free_reference(state_id):
+            return
+        if state_id in self._key_of:
+            self._idle[state_id] = None
+        else:
+            self._pool.free_idle_block(state_id)
+
+    def _next_victim(self) -> int:
+        return min(islice(self._idle, _WINDOW), key=lambda one: self._kept[self._key_of[one]].num_saved)

@@ -1,0 +1,94 @@
+"""Engines whose model keeps states: what is computed, what is kept, and that the answers are those of a dense model."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from pagedcore.engine.engine import Engine
+from pagedcore.errors import InvalidConfig
+from pagedcore.sampling_params import SamplingParams
+from support.doubles import ToyBackend, ToyHybrid, toy_answer
+from support.engine_builders import assert_all_free, make_engine, run
+
+
+def params(max_tokens: int, **more: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+def prompts_behind(num_shared: int, num_own: int, count: int) -> list[list[int]]:
+    """Prompts with one beginning and ends of their own, the first tokens of which are all different."""
+    rng = random.Random(f"{num_shared} {num_own}")
+    shared = [rng.randrange(30) for _ in range(num_shared)]
+    return [[*shared, number, *(rng.randrange(30) for _ in range(num_own - 1))] for number in range(count)]
+
+
+def computed_tokens(engine: Engine, prompts: list[list[int]], max_tokens: int = 4) -> int:
+    """Run prompts, all of which come at once; return the tokens that were computed for them."""
+    requests = [engine.add_request(prompt, params(max_tokens)) for prompt in prompts]
+    run(engine)
+    for prompt, request in zip(prompts, requests, strict=True):
+        assert list(request.output().outputs[0].token_ids) == toy_answer(prompt, max_tokens)
+    num_computed = engine.stats().num_computed_tokens
+    assert_all_free(engine)
+    return num_computed
+
+
+SIZES = {"num_kv_blocks": 2000, "block_size": 16, "max_num_seqs": 32, "max_num_batched_tokens": 512,
+         "check_invariants": False}
+
+
+@pytest.mark.parametrize("block_size", [16, 32])
+def test_a_shared_prefix_is_computed_once(block_size: int) -> None:
+    """32 requests behind 2,000 shared tokens compute at most 1.05 times what a model without states computes."""
+    sizes, prompts = {**SIZES, "block_size": block_size}, prompts_behind(2000, 300, 32)
+    dense = computed_tokens(make_engine(ToyBackend(), **sizes), prompts)
+    hybrid = computed_tokens(make_engine(ToyHybrid(), **sizes), prompts)
+    assert dense == 2000 + 32 * (300 + 3)
+    assert hybrid <= 1.05 * dense
+
+
+def test_requests_that_come_one_by_one_learn_where_they_part() -> None:
+    """A prefix that nobody knew to be one is computed for the second request and found by the third."""
+    engine, counts = make_engine(ToyHybrid(), **SIZES), []
+    for prompt in prompts_behind(800, 200, 4):
+        before = engine.stats().num_computed_tokens
+        computed_tokens(engine, [prompt])
+        counts.append(engine.stats().num_computed_tokens - before)
+    assert counts == [1003, 1003, 203, 203]
+
+
+def test_a_turn_begins_where_the_last_one_ended() -> None:
+    """A session's next turn computes its own tokens and no others, also inside a block."""
+    engine = make_engine(ToyHybrid(), **SIZES)
+    request = engine.add_request([1, 2, 3] * 50, params(5))
+    run(engine)
+    before, known = engine.stats().num_computed_tokens, len(request.sequences[0].token_ids)
+    request.extend([7, 8, 9], params(5))
+    run(engine)
+    assert engine.stats().num_computed_tokens - before == 1 + 3 + 4
+    assert request.sequences[0].output_token_ids == toy_answer(request.sequences[0].token_ids[: known + 3], 5)
+
+
+def test_running_sequences_follow_the_states_that_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """States take at most half of the budget, four for each running sequence, and the log says so."""
+    backend = ToyHybrid()
+    with caplog.at_level("WARNING"):
+        engine = make_engine(backend, num_kv_blocks=None, kv_cache_memory=1024, max_num_seqs=32,
+                             max_num_batched_tokens=32)
+    assert (backend.num_states, engine.stats().max_num_seqs) == (32, 8)
+    assert engine.stats().num_blocks == (1024 - 512) // (4 * 16)
+    assert "8 sequences run at most, not 32" in caplog.text
+
+
+def test_a_budget_without_room_for_one_sequence_is_refused() -> None:
+    """Two states and as much for KV is the least."""
+    with pytest.raises(InvalidConfig, match=r"kv_cache_memory: got 63 bytes, allowed is at least 64"):
+        make_engine(ToyHybrid(), num_kv_blocks=None, kv_cache_memory=63)
+
+
+def test_a_host_tier_is_refused_by_name() -> None:
+    """States are not moved to the host, and KV without them is of no use."""
+    with pytest.raises(InvalidConfig, match="host_kv_memory"):
+        make_engine(ToyHybrid(), host_kv_memory=4096)
