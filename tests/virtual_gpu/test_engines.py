@@ -53,7 +53,7 @@ def test_the_demo_model_answers_on_the_kernels_that_ship(count: int, preemption:
         assert count <= 3 or engine.stats().num_preemptions > 0
     assert gpus.counts["graph launches"] > 2 * gpus.counts["graphs recorded"] > 0
     assert {name.partition("-")[0] for name in api.launched} == {
-        "norm", "rotate", "decode", "prefill", "gated"}
+        "norm", "rotate", "decode", "prefill", "gated", "sample"}
 
 
 @pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=pytest.mark.kernels)])
