@@ -58,9 +58,21 @@ class Recurrence(ABC):
     def weights(self, random: torch.Generator) -> Tensors:
         """Return what a layer has of it."""
 
+    @property
     @abstractmethod
+    def operator(self) -> tuple[str, dict[str, Any]]:
+        """Name of a backend's method, and its options."""
+
     def call(self, backend: Any, layer: int, part: int, given: Tensors) -> torch.Tensor:
         """Compute a planned step."""
+        name, options = self.operator
+        out: torch.Tensor = getattr(backend, name)(layer, part, **given, **options)
+        return out
+
+    def call_to(self, out: torch.Tensor, backend: Any, layer: int, part: int, given: Tensors) -> None:
+        """Compute a planned step into ``out``."""
+        name, options = self.operator
+        getattr(backend, f"{name}_to")(out, layer, part, **given, **options)
 
     @abstractmethod
     def oracle(self, given: dict[str, Float64Array]) -> tuple[Float64Array, Float64Array]:
@@ -92,9 +104,9 @@ class Convolution(Recurrence):
         shape = self.taps, self.channels
         return {"weight": torch.randn(shape, generator=random), "bias": torch.randn(shape[1], generator=random)}
 
-    def call(self, backend: Any, layer: int, part: int, given: Tensors) -> torch.Tensor:
-        out: torch.Tensor = backend.convolve(layer, part, **given, activation=self.activation)
-        return out
+    @property
+    def operator(self) -> tuple[str, dict[str, Any]]:
+        return "convolve", {"activation": self.activation}
 
     def oracle(self, given: dict[str, Float64Array]) -> tuple[Float64Array, Float64Array]:
         rows = np.concatenate([np.zeros((self.taps - 1, self.channels)), given["rows"]])
@@ -132,11 +144,9 @@ class DeltaRule(Recurrence):
     def weights(self, random: torch.Generator) -> Tensors:
         return {}
 
-    def call(self, backend: Any, layer: int, part: int, given: Tensors) -> torch.Tensor:
-        out: torch.Tensor = backend.delta_rule(
-            layer, part, **given, scale=self.key_size**-0.5, normalizes=self.normalizes
-        )
-        return out
+    @property
+    def operator(self) -> tuple[str, dict[str, Any]]:
+        return "delta_rule", {"scale": self.key_size**-0.5, "normalizes": self.normalizes}
 
     def oracle(self, given: dict[str, Float64Array]) -> tuple[Float64Array, Float64Array]:
         query, key, value = given["query"], given["key"], given["value"]
@@ -176,9 +186,9 @@ class Mamba2(Recurrence):
     def weights(self, random: torch.Generator) -> Tensors:
         return {"a": -torch.rand(self.heads, generator=random), "d": torch.randn(self.heads, generator=random)}
 
-    def call(self, backend: Any, layer: int, part: int, given: Tensors) -> torch.Tensor:
-        out: torch.Tensor = backend.mamba2(layer, part, **given)
-        return out
+    @property
+    def operator(self) -> tuple[str, dict[str, Any]]:
+        return "mamba2", {}
 
     def oracle(self, given: dict[str, Float64Array]) -> tuple[Float64Array, Float64Array]:
         x, dt, out, states = given["x"], given["dt"], np.empty_like(given["x"]), np.zeros(self.part.shape)
@@ -212,9 +222,9 @@ class Mamba1(Recurrence):
         rates = -torch.rand(self.state_size, self.channels, generator=random)
         return {"a": rates, "d": torch.randn(self.channels, generator=random)}
 
-    def call(self, backend: Any, layer: int, part: int, given: Tensors) -> torch.Tensor:
-        out: torch.Tensor = backend.mamba1(layer, part, **given)
-        return out
+    @property
+    def operator(self) -> tuple[str, dict[str, Any]]:
+        return "mamba1", {}
 
     def oracle(self, given: dict[str, Float64Array]) -> tuple[Float64Array, Float64Array]:
         x, dt, out, state = given["x"], given["dt"], np.empty_like(given["x"]), np.zeros(self.part.shape)
@@ -244,9 +254,9 @@ class DecayingAttention(Recurrence):
     def weights(self, random: torch.Generator) -> Tensors:
         return {"decay": torch.rand(self.heads, generator=random)}
 
-    def call(self, backend: Any, layer: int, part: int, given: Tensors) -> torch.Tensor:
-        out: torch.Tensor = backend.decaying_attention(layer, part, **given, scale=0.25)
-        return out
+    @property
+    def operator(self) -> tuple[str, dict[str, Any]]:
+        return "decaying_attention", {"scale": 0.25}
 
     def oracle(self, given: dict[str, Float64Array]) -> tuple[Float64Array, Float64Array]:
         query, key, value = given["query"], given["key"], given["value"]
