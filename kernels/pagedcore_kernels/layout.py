@@ -56,7 +56,8 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """One KV block: ``[layer][K then V]``; what the order inside K and V is, a subclass says.
+    """One KV block: ``[layer][K then V]``; what the order inside K and V is, a subclass says. Of a model without
+    attention it has no layers and no bytes, and is but a name for some positions.
 
     Moves of whole blocks (swap, copy-on-write, export) need ``block_bytes`` alone.
 
@@ -76,8 +77,6 @@ class BlockLayout:
         if self.dtype not in self._dtypes:
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._dtypes)
             raise InvalidConfig(f"KV dtype: got {self.dtype}, allowed for {type(self).__name__}: {allowed}.")
-        if not self.layers:
-            raise InvalidConfig("layers: got none, allowed is at least one LayerShape.")
 
     @property
     def model_dtype(self) -> torch.dtype:

@@ -142,7 +142,7 @@ def find_smoothing(
 
 def _family_of(tree: Any) -> tuple[Family, AttentionLayer]:
     with torch.device("meta"), torch.inference_mode():
-        layers, _ = redirect_attention(tree)
+        layers, *_ = redirect_attention(tree)
     try:
         family = recognise(tree, layers).family
         if family.convolution:

@@ -44,6 +44,7 @@ from pagedcore.models.linears.stored_weight import stored_weights
 from pagedcore.models.transformers_model import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.protocols import AttentionFactory
 from pagedcore_kernels.layout import BlockLayout
+from pagedcore_kernels.state_layout import StateLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,8 @@ class Blueprint:
 
     layout: BlockLayout
     """Of blocks as an engine would make them, one shape per layer that keeps K and V."""
+    state_bytes: int
+    """Of what recurrent layers keep of a sequence, at one position; 0: there are none."""
     max_model_len: int
     num_parameters: int
     """Numbers that the model was trained for; a matrix in two places counts once."""
@@ -79,7 +82,7 @@ def read_blueprint(
     model = read_tree(os.fspath(source), stored, dtype, settings.trust_remote_code)[0]
     config = model.config
     try:
-        layers = attention_of(model)[0]
+        layers, _, states = attention_of(model)
         shapes = kv_shapes(layers)
     except RuntimeError as error:  # what torch raises for an operation that needs numbers
         raise ModelNotSupported(
@@ -101,6 +104,7 @@ def read_blueprint(
         kind = kind_of_embedding(model, scheme)
     return Blueprint(
         layout=make_layout(settings.block_size or needs.preferred_block_size(dtype), dtype, shapes),
+        state_bytes=0 if states is None else states.state_bytes,
         max_model_len=model_facts.max_model_len(config),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=_weight_bytes(model, scheme, kind, layers) if can_pack(dtype)
@@ -178,7 +182,7 @@ def _share_one_number(model: ForCausalLM) -> None:
             setattr(module, name, view)
 
 
-def attention_of(model: Any) -> tuple[dict[int, AttentionLayer], int]:
+def attention_of(model: Any) -> tuple[dict[int, AttentionLayer], int, StateLayout | None]:
     """Send the attention of a tree of ``read_tree`` to the current step; returns and raises as ``redirect_attention``.
     """
     with nullcontext() if isinstance(model, ForCausalLM) else torch.device("meta"), torch.inference_mode():

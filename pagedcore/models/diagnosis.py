@@ -70,7 +70,7 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
         "number format": _format_of(number_format, dtype),
         "context": _context_of(config),
     }
-    layers, vocab_size = attention_of(model)
+    layers, vocab_size, states = attention_of(model)
     decoder, others = "fused kernels", left_alone(model)
     try:
         recognise(model, layers)
@@ -86,6 +86,9 @@ def diagnose(source: str | os.PathLike[str], trust_remote_code: bool = False) ->
     texts = {} if is_gguf(name) else _texts(name, config, vocab_size, trust_remote_code, shows_rows_of_head)
     adapters = ("none: its layers have other numbers than those of the model that it is a part of"
                 if leaves_layers_out(str(whole)) else "on a CPU, one for each request that names it (lora=)")
+    if states is not None:
+        facts["states"] = (f"{states.state_bytes:,} bytes for each sequence, whatever its length, in "
+                           f"{len(states.layers)} recurrent layers")
     return facts | {"decoder": decoder, "schedule": _schedule(others), "speculation": drafts, "adapters": adapters,
                     "sampling": sampling} | texts
 

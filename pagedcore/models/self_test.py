@@ -27,6 +27,8 @@ _CHUNK: Final = 7
 _BEGUN: Final = 5
 """Tokens of a third sequence before it goes on token by token."""
 _NUM_SEQUENCES: Final = 3
+_NUM_ROWS: Final = 10
+"""Of all batches together."""
 
 _TOLERANCE: Final = {torch.float32: 2e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
 """Largest relative difference of one token's logits, by number format: summation order, not a different function."""
@@ -58,9 +60,14 @@ class SelfTest:
         self.num_blocks = _NUM_SEQUENCES * -(-_NUM_TOKENS // block_size)
         """Blocks that the test needs; those of a sequence run backwards."""
         self._tables = np.split(np.arange(self.num_blocks, dtype=np.int32)[::-1], _NUM_SEQUENCES)
+        self.num_states = _NUM_ROWS
+        """State blocks that it needs: each row writes its own."""
+        self._states: dict[tuple[int, int], int] | None = None
+        """Where the state of a sequence behind so many tokens is."""
 
-    def check(self, forward: Forward) -> bool:
-        """Compare the paged path, in two chunks, with the expected logits; ``forward`` needs ``num_blocks`` blocks.
+    def check(self, forward: Forward, *, keeps_states: bool = False) -> bool:
+        """Compare the paged path, in two chunks, with the expected logits; ``forward`` needs ``num_blocks`` blocks, and
+        ``num_states`` of states if the model keeps any.
 
         Returns:
             Whether the logits were the same bits chunked, whole, and token by token, in company of three kinds.
@@ -68,26 +75,36 @@ class SelfTest:
         Raises:
             ModelNotSupported: they differ by more than rounding; the message says where and by how much.
         """
+        self._states, self._num_written = {} if keeps_states else None, 0
         # Why so few forwards: each reads all weights, which takes most of its time. The first has the most rows, so
         # that a decoder which repeats what it has noted of a step does so from the second on.
         run, last = partial(self._run, forward), (1, _NUM_TOKENS - 1, _NUM_TOKENS)
         first = run((0, 0, _CHUNK), (1, 0, _NUM_TOKENS), (2, 0, _BEGUN))
-        second = run((0, _CHUNK, _NUM_TOKENS), (2, _BEGUN, _BEGUN + 1))
-        chunked = torch.cat([first[:_CHUNK], second[:-1]])
+        # Why the third: to compute the last token once more takes the state before it.
+        before_last = ((1, 0, _NUM_TOKENS - 1),) if keeps_states else ()
+        second = run((0, _CHUNK, _NUM_TOKENS), (2, _BEGUN, _BEGUN + 1), *before_last)
+        chunked, begun = torch.cat([first[:_CHUNK], second[: _NUM_TOKENS - _CHUNK]]), second[_NUM_TOKENS - _CHUNK]
         self._compare(chunked)
         decoded = [run((2, place, place + 1), last) for place in (_BEGUN + 1, _BEGUN + 2)]
         return (
             torch.equal(chunked, first[_CHUNK : _CHUNK + _NUM_TOKENS])
-            and torch.equal(chunked[:_BEGUN], first[-_BEGUN:]) and torch.equal(chunked[_BEGUN], second[-1])
+            and torch.equal(chunked[:_BEGUN], first[-_BEGUN:]) and torch.equal(chunked[_BEGUN], begun)
             and all(torch.equal(chunked[[_BEGUN + 1 + number, -1]], rows) for number, rows in enumerate(decoded))
         )  # fmt: skip
 
     def _run(self, forward: Forward, *rows: tuple[int, int, int]) -> torch.Tensor:
         """Compute a batch of (sequence, start, end) of the tokens, with the logits of every token wanted."""
         ids, starts, ends = (np.array(column, dtype=np.int64) for column in zip(*rows, strict=True))
+        reads = writes = None
+        if self._states is not None:
+            reads = np.array([self._states.get((one, start), -1) for one, start, _ in rows], dtype=np.int32)
+            writes = np.arange(len(rows), dtype=np.int32) + self._num_written
+            self._states |= {(one, end): int(block) for (one, _, end), block in zip(rows, writes, strict=True)}
+            self._num_written += len(rows)
         batch = assemble(
             np.concatenate([self._tokens[start:end] for _, start, end in rows]), starts, ends - starts,
             seq_ids=ids, tables=[self._tables[i] for i in ids], block_size=self._block_size,
+            state_reads=reads, state_writes=writes,
         )
         # Why a copy: the next forward may overwrite what this one returns.
         return forward(dataclasses.replace(batch, logits_rows=np.arange(batch.num_tokens))).clone()

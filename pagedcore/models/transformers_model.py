@@ -25,9 +25,9 @@ from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.execution.ragged_batch import largest_batch
 from pagedcore.models.adapted_layers import AdaptedProducts, why_no_adapters
-from pagedcore.models.attention import convolutions
+from pagedcore.models.attention import convolutions, recurrences
 from pagedcore.models.attention.interface import ATTENTION_KEY, PagedStep, attention_step, current_step, register
-from pagedcore.models.attention.layers import AttentionLayer, RecordingStep, layers_of
+from pagedcore.models.attention.layers import AttentionLayer, RecordingStep, layers_of, number_layers
 from pagedcore.models.checkpoints import ownership
 from pagedcore.models.decoders.fused import best_decoder
 from pagedcore.models.decoders.graphed import GraphedSteps
@@ -52,6 +52,7 @@ from pagedcore.models.linears.stored_weight import JoinedMatmul, StoredLinears, 
 from pagedcore.models.lora.adapter import LoraAdapter
 from pagedcore.models.origin import Origin, Succession
 from pagedcore.models.self_test import INT8_KV_TOLERANCE, QUANTIZED_TOLERANCE, SelfTest
+from pagedcore.models.state_pool import StatePool
 from pagedcore.protocols import (
     AttentionBackend,
     AttentionFactory,
@@ -70,13 +71,14 @@ from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads, torch_beside_kernels
 from pagedcore_kernels.interface import ChoosesTokens, LaunchesKernels, RecordsLaunches
 from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
+from pagedcore_kernels.state_layout import StateLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger("pagedcore")
-_OF_POOL: Final = frozenset({"cache_store", "_attention", "_device_tokens", "_graphed", "block_size"})
-"""What of a backend belongs to its pool, and not to its weights."""
+_OF_POOL: Final = frozenset({"cache_store", "state_store", "_attention", "_device_tokens", "_graphed", "block_size"})
+"""What of a backend belongs to its pools, and not to its weights."""
 _OUR_PRODUCTS = PackedMatmul | PackedInt8Matmul | PackedGroupedMatmul | JoinedMatmul
 MakeLayout = Callable[[int, torch.dtype, tuple[LayerShape, ...]], BlockLayout]
 """``(block_size, dtype, shapes) -> layout``, of a model in ``dtype``."""
@@ -101,6 +103,8 @@ class TransformersModel:
     """How the weights were loaded, set by whoever did it."""
     has_fallen_back = False
     """Whether the fastest decoder has failed the self-test, and another one computes."""
+    state_store: StatePool | None = None
+    """What ``allocate_states`` has made; see ``KeepsStates``."""
 
     def __init__(
         self, model: PreTrainedModel, attention_factory: AttentionFactory, *, block_size: int | None = None,
@@ -214,6 +218,20 @@ class TransformersModel:
             self._decoder.prepare(attention)
         return attention
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state block over all layers; 0: none of them is recurrent. See ``KeepsStates``."""
+        return 0 if self.state_layout is None else self.state_layout.state_bytes
+
+    def allocate_states(self, num_states: int) -> None:
+        """Make the state pool; see ``KeepsStates``.
+
+        Raises:
+            InvalidConfig: there is not enough memory.
+        """
+        if self.state_layout is not None:
+            self.state_store = StatePool(self.state_layout, num_states)
+
     def _new_graphs(self, attention: AttentionBackend) -> GraphedSteps | None:
         if self._device.graphs is None or not isinstance(attention, RecordsLaunches):
             return None
@@ -247,22 +265,27 @@ class TransformersModel:
                 raise refusal if is_out_of_memory(error) else error from None
 
     def release_kv(self) -> None:
-        """Free the KV pool, if there is one; another can be made then."""
+        """Free the pools of KV and of states, as far as there are any; others can be made then."""
         if self.cache_store is not None:
             self.cache_store.close()
-        self._attention = self.cache_store = self._graphed = self._device_tokens = None
+        if self.state_store is not None:
+            self.state_store.close()
+        self._attention = self.cache_store = self.state_store = self._graphed = self._device_tokens = None
         if self._adapted is not None:
             self._adapted.leave()
             self._adapted = None
 
     def suspend_kv(self) -> None:
-        """Free the memory of the KV pool, whose blocks are lost; the pool stays this backend's. For a CPU."""
+        """Free the memory of the pools, whose blocks are lost; the pools stay this backend's. For a CPU."""
         self._attention = None
-        if self.cache_store is not None:
-            self.cache_store.close()
+        for pool in (self.cache_store, self.state_store):
+            if pool is not None:
+                pool.close()
 
     def resume_kv(self) -> None:
         """Allocate what ``suspend_kv`` has freed. Raises ``InvalidConfig`` if there is not enough memory."""
+        if self.state_store is not None:
+            self.state_store.open_again()
         if self.cache_store is not None:
             self.cache_store.open_again()
             self._attention = self._new_attention(self.cache_store)
@@ -391,7 +414,8 @@ class TransformersModel:
         """Return what the decoder takes; a lone wanted row is there twice."""
         send, wanted = self._device.send, batch.logits_rows
         attention.plan(batch)
-        step = PagedStep(attention, self.layers, batch, self.dtype, send(batch.positions))
+        states = None if self.state_store is None else self.state_store.planned(batch)
+        step = PagedStep(attention, self.layers, batch, self.dtype, send(batch.positions), states)
         places = send(places_of(batch, self.num_short_tokens))
         return step, send(batch.token_ids), places, send(np.repeat(wanted, 2) if len(wanted) == 1 else wanted)
 
@@ -420,9 +444,8 @@ class TransformersModel:
         own_attention = self.own_attention = model.config._attn_implementation
         test = SelfTest(model, self.block_size, self._tolerance) if runs_self_test and not compares_products else None
         ownership.take(model)
-        self.layers, self.vocab_size = redirect_attention(model)
-        if any(layer.convolution for layer in self.layers.values()):
-            self._require_convolutions()
+        self.layers, self.vocab_size, self.state_layout = redirect_attention(model)
+        self._require_what_layers_need()
         self.kv_bytes_per_token = self.layout(self.block_size).bytes_per_token
         mappings = FileMappings()
         on_unused: OnUnused = mappings.free_pages if is_private else lambda weight: None
@@ -445,7 +468,7 @@ class TransformersModel:
             if runs_self_test and compares_products:
                 # Why now: what is expected of the model is what its own modules compute with these products.
                 model.set_attn_implementation(own_attention)
-                with convolutions.own_convolutions(model):
+                with convolutions.own_convolutions(model), recurrences.own_recurrences(model):
                     test = SelfTest(model, self.block_size, self._tolerance)
                 model.set_attn_implementation(ATTENTION_KEY)
             if succession is None:
@@ -492,8 +515,13 @@ class TransformersModel:
         self.model = self._model = torch.nn.Module()
         self._weights = ownership.TakenWeights(self._model)
 
-    def _require_convolutions(self) -> None:
-        if not isinstance(self._attention_factory, ConvolvesRows):
+    def _require_what_layers_need(self) -> None:
+        if self.state_layout is not None and self._device.kind != "cpu":
+            raise ModelNotSupported(
+                f"model: {self.name!r} has recurrent layers, which run on a CPU alone. Use device='cpu'."
+            )
+        convolves = any(layer.convolution for layer in self.layers.values())
+        if convolves and not isinstance(self._attention_factory, ConvolvesRows):
             raise ModelNotSupported(
                 f"model: {self.name!r} has layers of convolutions, which attention {self.attention_name!r} on "
                 f"{self._device.kind} does not compute. Use device='cpu' and attention_backend 'auto'."
@@ -523,14 +551,18 @@ class TransformersModel:
         """
         storage = self._device.new_storage(self.layout(self.block_size), test.num_blocks)
         attention = self._new_attention(storage)
+        self.allocate_states(test.num_states)
         try:
-            return test.check(lambda batch: self._fetch(self._compute(attention, batch)))
+            keeps_states = self.state_layout is not None
+            return test.check(lambda batch: self._fetch(self._compute(attention, batch)), keeps_states=keeps_states)
         except ModelNotSupported as failure:
             if (fallback := self._decoder.fallback()) is None:
                 raise
             _log.warning("%s: a slower decoder computes it, as the fast one failed: %s", self.name, failure)
             self._decoder, self.has_fallen_back = fallback, True
             return self._settle_decoder(test)
+        finally:
+            self.state_store = None
 
 
 def _best_decoders(device: Device, attention_factory: AttentionFactory, linears: LinearFactory) -> DecoderFactory:
@@ -599,8 +631,9 @@ def layout_maker(attention_factory: AttentionFactory, kv_cache_dtype: str) -> Ma
     return lambda block_size, dtype, shapes: make(block_size, torch.int8, shapes, dtype)
 
 
-def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
-    """Send the model's attention to the current step; return what its layers do and the width of its logits.
+def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int, StateLayout | None]:
+    """Send the model's attention to the current step; return what its layers do, the width of its logits, and what
+    its recurrent layers keep, if it has any.
 
     Raises:
         ModelNotSupported: the attention cannot be redirected, or asks for what a paged KV cache cannot do.
@@ -608,16 +641,18 @@ def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int]:
     register()
     model.set_attn_implementation(ATTENTION_KEY)
     supported_models.check_attention_was_taken(model.config)
+    number_layers(model)
     convolutions.redirect(model, current_step)
+    recurrences.redirect(model, current_step)
     step = RecordingStep()
     # Why none: a tree of ours computes no tokens too, and reads no weight for them.
     num_tokens, device = 0 if isinstance(model, ForCausalLM) else 2, model_facts.format_and_device(model)[1]
     tokens = torch.arange(num_tokens, device=device)
     with attention_step(step):
         logits = call_model(model, tokens, tokens, tokens)
-    layers = layers_of(step.calls, model.config)
-    supported_models.check_num_attention_layers(model.config, len(layers))
-    return layers, logits.shape[-1]
+    layers, recurrent = layers_of(step.calls, model.config), recurrences.known_recurrences(model)
+    supported_models.check_num_attention_layers(model.config, len({*layers, *(one.layer_idx for one in recurrent)}))
+    return layers, logits.shape[-1], step.states.layout(len(recurrent))
 
 
 def kv_shapes(layers: Mapping[int, AttentionLayer]) -> tuple[LayerShape, ...]:

@@ -119,12 +119,17 @@ def test_blocks_start_on_cache_lines(num_blocks: int) -> None:
     assert pool.is_contiguous()
 
 
+def test_a_model_without_attention_has_blocks_without_bytes() -> None:
+    """They are names for positions, in a pool of as many rows as any other."""
+    layout = KVLayout(16, torch.float32, ())
+    assert (layout.block_bytes, layout.bytes_per_token, layout.allocate(5).shape) == (0, 0, (5, 0))
+
+
 @pytest.mark.parametrize(
     ("make", "name"),
     [
         (lambda: KVLayout(0, torch.float32, (LayerShape(1, 8, 8),)), "block_size"),
         (lambda: KVLayout(16, torch.int8, (LayerShape(1, 8, 8),)), "dtype"),
-        (lambda: KVLayout(16, torch.float32, ()), "layers"),
         (lambda: Int8KVLayout(16, torch.bfloat16, (LayerShape(1, 8, 8),), torch.bfloat16), "dtype"),
         (lambda: Int8KVLayout(16, torch.int8, (LayerShape(1, 8, 8),)), "query_dtype"),
         (lambda: LayerShape(0, 8, 8), "num_kv_heads"),

@@ -82,7 +82,7 @@ def test_the_backend_chooses_the_block_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "error", "message"), [
-    ('{"model_type": "mamba"}', ModelNotSupported, "state"),
+    ('{"model_type": "rwkv"}', ModelNotSupported, "state"),
     ('{"model_type": "llama", "auto_map": {"AutoConfig": "code.Config"}}', ModelNotSupported, "auto_map"),
     ('{"model_type": "nothing_like_it"}', InvalidConfig, "could not be loaded"),
     ("{", InvalidConfig, "could not be read"),

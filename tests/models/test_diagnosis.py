@@ -102,8 +102,8 @@ def test_the_demo_and_a_model_that_cannot_run(tmp_path: Path) -> None:
     assert facts["tool calls"] == "hermes" == type(form.tools).__name__.removesuffix("Format").lower()
     assert (facts["reasoning"], form.reasoning) == ("none is known", None)
     assert facts["refused"].startswith("nothing")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    assert "'mamba'" in diagnosis(str(tmp_path))["runs here"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
+    assert "'rwkv'" in diagnosis(str(tmp_path))["runs here"]
 
 
 def test_what_a_model_refuses_is_said_before_a_weight_is_read(tmp_path: Path) -> None:

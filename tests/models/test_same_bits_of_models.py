@@ -11,7 +11,15 @@ import torch
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from support.families import VOCAB, tiny_model
-from support.ragged_schedules import Rows, batch_of, random_schedule, random_sequences, random_tables, run_schedule
+from support.ragged_schedules import (
+    Rows,
+    batch_of,
+    random_schedule,
+    random_sequences,
+    random_tables,
+    run_schedule,
+    states_of,
+)
 
 LENGTHS = (45, 17, 1, 70)
 NUM_BLOCKS = 64
@@ -25,6 +33,13 @@ CASES = [
     ("gemma2", torch.bfloat16),
     # With short convolutions, whose inputs lie in the pool.
     ("lfm2_moe", torch.bfloat16),
+    # With states: of the gated delta rule, of Mamba 2 beside attention, of Mamba 1 with experts, and of nothing else.
+    ("qwen3_5_text", torch.bfloat16), ("granitemoehybrid", torch.float32), ("mamba", torch.bfloat16),
+    *(pytest.param(one, marks=pytest.mark.slow) for one in (
+        ("qwen3_5_text", torch.float32), ("qwen3_next", torch.bfloat16), ("bamba", torch.bfloat16),
+        ("falcon_h1", torch.bfloat16), ("jamba", torch.bfloat16), ("mamba2", torch.float32), ("zamba2", torch.bfloat16),
+        ("nemotron_h", torch.bfloat16), ("kimi_linear", torch.bfloat16), ("minimax", torch.bfloat16),
+    )),
 ]
 
 
@@ -99,7 +114,7 @@ def test_wanting_few_rows_of_logits_changes_no_bit(case: Case, rows: list[int]) 
     """Exactly the wanted rows come back, one or none included, with the bits they have among all rows."""
     sequences = random_sequences(LENGTHS, VOCAB)
     tables = random_tables(random.Random(0), LENGTHS, BLOCK_SIZE, NUM_BLOCKS)
-    batch = batch_of(sequences, [(0, 0, 45)], tables, BLOCK_SIZE)
+    batch = batch_of(sequences, [(0, 0, 45)], tables, BLOCK_SIZE, states_of(case.model, 1))
     wanted = case.model.forward(dataclasses.replace(batch, logits_rows=np.array(rows, dtype=np.int64)))
-    assert (wanted.shape, wanted.dtype) == ((len(rows), VOCAB), case.model.dtype)
+    assert (wanted.shape, wanted.dtype) == ((len(rows), VOCAB), case.alone[0].dtype)
     assert_same_bits([wanted], [case.alone[0][rows]])

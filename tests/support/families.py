@@ -33,6 +33,18 @@ _LATENT: dict[str, Any] = {
 _ALTERNATING: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, **_SLIDING,
 }
+_MIXED: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_DELTA: dict[str, Any] = {
+    **_MIXED, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+}
+_KIMI: dict[str, Any] = {
+    **_MIXED, **_LOCAL_EXPERTS, "num_key_value_heads": 4, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 12, "linear_head_dim": 16, "linear_num_heads": 4, "moe_intermediate_size": 32,
+}
+_MAMBA_2: dict[str, Any] = {
+    "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16,
+}
 _CONVOLVING: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"]}
 
 #: Architecture -> what differs from the common configuration.
@@ -40,6 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "afmoe": {**_HEAD, **_SLIDING, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "apertus": {},
     "arcee": {},
+    "bailing_hybrid": {**_KIMI, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 16},
+    "bamba": {**_MAMBA_2, "attn_layer_indices": [1]},
     "bitnet": {},
     "cohere": {},
     "cohere2": {**_ALTERNATING},
@@ -56,6 +70,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
     "exaone4": {**_ALTERNATING},
     "exaone_moe": {**_ALTERNATING, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "falcon_h1": {**_MAMBA_2, "mamba_d_ssm": 128, "mamba_rms_norm": True, "mamba_n_groups": 1},
+    "falcon_mamba": {"state_size": 8},
     "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
     "gemma": {**_HEAD},
     "gemma2": {
@@ -81,7 +97,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "granite_swa": {**_SLIDING},
     "granitemoe": {**_LOCAL_EXPERTS},
-    "granitemoehybrid": {"layer_types": ["attention"] * 3, "num_local_experts": 0, "shared_intermediate_size": 64},
+    "granitemoehybrid": {
+        **_MAMBA_2, **_LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "shared_intermediate_size": 64, "position_embedding_type": "nope",
+    },
     "granitemoeshared": {**_LOCAL_EXPERTS, "shared_intermediate_size": 32},
     "helium": {**_HEAD},
     "hunyuan_v1_dense": {**_HEAD},
@@ -89,7 +108,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "hyperclovax": {},
     "internlm3": {**_HEAD},
     "jais2": {},
+    "jamba": {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4},
     "jetmoe": {"kv_channels": 16, **_LOCAL_EXPERTS},
+    "kimi_linear": _KIMI,
     "lfm2": {**_CONVOLVING, "block_auto_adjust_ff_dim": False, "conv_bias": True},
     "lfm2_moe": {**_CONVOLVING, **_EXPERTS, "num_dense_layers": 1},
     "lfm3": {**_CONVOLVING},
@@ -100,7 +121,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention"] * 3 + ["full_attention"], "attn_temperature_tuning": True,
         "floor_scale": 4, "attn_scale": 0.5,
     },
+    "mamba": {"state_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 8, "chunk_size": 16},
     "modernbert-decoder": {"local_attention": WINDOW},
+    "minimax": {**_HEAD, **_MIXED, **_LOCAL_EXPERTS, "block_size": 16},
     "minimax_m2": {**_HEAD, **_LOCAL_EXPERTS},
     "ministral": {**_HEAD, **_ALTERNATING},
     "ministral3": {**_HEAD},
@@ -108,9 +132,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**_SLIDING, **_LOCAL_EXPERTS},
     "nanochat": {},
     "nemotron": {},
+    "nemotron_h": {
+        **_HEAD, **_ROUTED, "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+        "num_hidden_layers": 4, "ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
+        "chunk_size": 16, "moe_shared_expert_intermediate_size": 32,
+    },
     "olmo": {},
     "olmo2": {},
     "olmo3": {**_ALTERNATING},
+    "olmo_hybrid": _DELTA,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "do_layer_norm_before": True},
     "persimmon": {},
@@ -120,13 +150,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {**_QWEN_WINDOW},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3": {**_HEAD, **_QWEN_WINDOW},
+    "qwen3_5_moe_text": {**_HEAD, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32},
+    "qwen3_5_text": {**_HEAD, **_DELTA},
     "qwen3_moe": {**_HEAD, **_EXPERTS},
+    "qwen3_next": {
+        **_HEAD, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1],
+    },
     "seed_oss": {**_HEAD},
     "smollm3": {**_QWEN_WINDOW, "num_hidden_layers": 4},
     "stablelm": {},
     "starcoder2": {**_SLIDING},
     "vaultgemma": {**_HEAD, **_SLIDING, "query_pre_attn_scalar": 16},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "mamba_d_state": 8,
+        "n_mamba_heads": 8, "mamba_ngroups": 2, "chunk_size": 16, "num_mem_blocks": 1,
+    },
 }
+#: Those with recurrent layers, which keep states.
+HYBRIDS = (
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+)
 _WITHOUT_COMMON = frozenset({"gpt2", "gpt_bigcode", "dbrx"})
 
 

@@ -19,14 +19,14 @@ from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from support.engine_builders import assert_all_free, run
-from support.families import FAMILIES, tiny_model
+from support.families import FAMILIES, HYBRIDS, tiny_model
 from support.generate_oracle import NUM_TOKENS, generate_alone, make_prompts
 from virtual_gpu.backends import on_gpu, shipped_kernels
 from virtual_gpu.machine import Event, Machine, Stream
 from virtual_gpu.torch_cuda import virtual_gpus
 
 REPRESENTATIVES = ("llama", "gemma2", "llama4_text")
-CPU_ONLY = ("lfm2", "lfm2_moe", "lfm3")
+CPU_ONLY = ("lfm2", "lfm2_moe", "lfm3", *HYBRIDS)
 
 
 def greedy(**more: Any) -> SamplingParams:

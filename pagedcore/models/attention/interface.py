@@ -22,6 +22,7 @@ import torch
 from pagedcore.errors import ModelTakenOver
 from pagedcore.models.attention.layers import AttentionLayer, RecordingStep
 from pagedcore.protocols import AttentionBackend, ConvolvesRows, Int32Array, RaggedRows
+from pagedcore_kernels.interface import StateBackend
 
 ATTENTION_KEY: Final = "pagedcore"
 
@@ -35,17 +36,18 @@ class PagedStep:
         batch: the rows to compute.
         dtype: number format of the KV pool; calls in another one are converted.
         positions: int64 [T] of the batch where the model computes; by default on the CPU.
+        states: has memory for the states of recurrent layers, and has planned the batch; ``None``: there are none.
 
     ``slots`` [T] are the batch's, on the CPU; ``adapter_slots`` [T] those of the tokens' adapters, if any has one.
     """
 
-    __slots__ = ("_dtype", "_layers", "adapter_slots", "attention", "positions", "slots")
+    __slots__ = ("_dtype", "_layers", "adapter_slots", "attention", "positions", "slots", "states")
 
     def __init__(
         self, attention: AttentionBackend, layers: Mapping[int, AttentionLayer], batch: RaggedRows, dtype: torch.dtype,
-        positions: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None, states: StateBackend | None = None,
     ) -> None:
-        self.attention = attention
+        self.attention, self.states = attention, states
         self._layers = layers
         self._dtype = dtype
         self.positions = torch.from_numpy(batch.positions) if positions is None else positions

@@ -16,6 +16,7 @@ import torch
 
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.attention.convolutions import weight_and_bias
+from pagedcore.models.attention.recurrences import RecordedStates
 
 QueryTuning = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -74,10 +75,11 @@ class AttentionLayer:
 
 
 class RecordingStep:
-    """Records every attention call and returns zeros."""
+    """Records every attention call, and what ``states`` would be kept, and returns zeros."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall | ConvolutionCall] = []
+        self.states = RecordedStates()
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
@@ -94,6 +96,13 @@ class RecordingStep:
         num_channels = rows.shape[-1] // 3
         self.calls.append(ConvolutionCall(module, num_channels))
         return torch.zeros_like(rows[..., :num_channels])
+
+
+def number_layers(model: Any) -> None:
+    """Give the attention layers of Zamba 2, which do not know their own numbers, those of their places."""
+    unknown = [module for module in model.modules() if getattr(module, "layer_idx", None) == -1]
+    for module, number in zip(unknown, getattr(model.config, "hybrid_layer_ids", ()), strict=False):
+        module.layer_idx = number
 
 
 def layers_of(calls: list[AttentionCall | ConvolutionCall], config: Any) -> dict[int, AttentionLayer]:

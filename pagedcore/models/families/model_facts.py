@@ -18,6 +18,10 @@ HEADLESS: Final = "_has_no_head"
 """A field that the configuration of a model gets whose files have no output layer; no file has it."""
 _TURN_ALONE: Final = frozenset({"phimoe"})
 """Architectures beside the families that read positions for nothing but the angles of queries and keys."""
+_WITHOUT_POSITIONS: Final = frozenset({"falcon_mamba", "mamba", "mamba2"})
+"""Architectures that read no positions, whose configurations name no longest context."""
+_LONGEST_RECURRENCE: Final = 2**20
+"""What they get for one: a state has one size at any length, and a prompt takes memory for its tokens alone."""
 _LENGTH_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "n_ctx")
 
 
@@ -103,6 +107,8 @@ def generation_fields(model: Any) -> dict[str, Any]:
 def configured_len(config: Any) -> int:
     """Return the longest context that the configuration names. Raises as ``max_model_len``."""
     length = next((int(value) for name in _LENGTH_FIELDS if (value := getattr(config, name, None))), None)
+    if length is None and config.model_type in _WITHOUT_POSITIONS:
+        return _LONGEST_RECURRENCE
     if length is None:
         raise ModelNotSupported(f"model: the configuration of {config.model_type!r} names no longest context.")
     return length

@@ -20,6 +20,7 @@ from torch import nn
 from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models.attention.convolutions import known_convolutions
 from pagedcore.models.attention.interface import ATTENTION_KEY
+from pagedcore.models.attention.recurrences import known_recurrences
 from pagedcore.models.families.table import FAMILIES
 from pagedcore.models.linears.shared_embedding import RowsOfProduct
 from pagedcore.models.linears.stored_weight import StoredWeight
@@ -58,10 +59,8 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
         "openai-gpt", "reformer", "transfo-xl", "xglm", "xlm", "xlnet",
     ),
     _STATE: (
-        "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "inkling2_text", "inkling_text",
-        "jamba", "kimi_linear", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid",
-        "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp", "qwen4_exp_text",
-        "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
+        "inkling2_text", "inkling_text", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba",
+        "zaya",
     ),
     _SELECTION: (
         "axk2", "deepseek_v32", "deepseek_v4", "doge", "dots3_note", "dots3_note_text", "glm_moe_dsa", "hy_v4",
@@ -74,8 +73,16 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
 _CONVOLUTIONS: Final = {"lfm3", *(name for name, family in FAMILIES.items() if family.convolution)}
 """Architectures whose layers of type "conv" are those of ``attention/convolutions.py``."""
+_RECURRENT: Final = frozenset({
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+})
+"""Architectures whose layers of the types ``_STATES`` are those of ``attention/recurrences.py``."""
 _LAYER_TYPES: Final = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})
 """"attention" is how configurations from before the other names say "full_attention"."""
+_STATES: Final = frozenset({"linear_attention", "mamba", "hybrid"})
+_WITHOUT_MIXER: Final = frozenset({"mlp", "moe"})
+"""Types of layers that compute each token by itself."""
 _OTHER_INPUTS: Final = ("vision_config", "audio_config", "text_config", "speech_config", "image_config")
 
 
@@ -110,7 +117,8 @@ def check_config(config: Mapping[str, Any]) -> None:
 def _check_layer_types(name: str, layer_types: Any) -> None:
     if not isinstance(layer_types, list | tuple | None):
         raise _refusal(name, "its layer_types are no list")
-    known = _LAYER_TYPES | {"conv"} if name in _CONVOLUTIONS else _LAYER_TYPES
+    known = _LAYER_TYPES | ({"conv"} if name in _CONVOLUTIONS else set())
+    known |= (_STATES | _WITHOUT_MIXER) if name in _RECURRENT else set()
     if layer_types is not None and (others := sorted({str(kind) for kind in layer_types} - known)):
         raise _refusal(name, f"{_STATE}; its layers of type {', '.join(others)} are not known to be otherwise")
 
@@ -121,7 +129,7 @@ def check_modules(model: nn.Module, name: str) -> None:
     """
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise _refusal(name, f"{type(model).__name__} is no {_HEAD}")
-    redirected = set(known_convolutions(model))
+    redirected = {*known_convolutions(model), *(one for layer in known_recurrences(model) for one in layer.children())}
     for module in model.modules():
         if isinstance(module, nn.Conv1d | nn.RNNBase) and module not in redirected:
             raise _refusal(name, f"{_STATE} ({type(module).__name__})")
@@ -174,8 +182,10 @@ def check_attention_was_taken(config: Any) -> None:
 
 
 def check_num_attention_layers(config: Any, num_called: int) -> None:
-    """Refuse a model in which not every layer attends: the others may keep a state outside the KV pool."""
+    """Refuse a model in which not every layer attends or is recurrent: the others may keep a state elsewhere."""
     expected = getattr(config, "num_hidden_layers", None)
+    if expected is not None and config.model_type in _RECURRENT:
+        expected -= sum(kind in _WITHOUT_MIXER for kind in getattr(config, "layer_types", None) or ())
     if num_called != expected:
         raise _refusal(
             str(config.model_type), f"{num_called} attention calls were made by {expected} layers; the rest is unknown"

@@ -224,8 +224,8 @@ def holders_of_matrices(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         # Why not convolutions: those that are not sent to the KV pool are refused before this is asked.
         if not isinstance(module, nn.Embedding | nn.Conv1d | PackedLinear) and not _is_norm(module) and any(
-            # Why: what is called a bias is added.
-            parameter.ndim >= 2 and not name.endswith("bias")
+            # Why: what is called a bias is added, and of the logarithms of decays each has its own channel.
+            parameter.ndim >= 2 and not name.endswith(("bias", "A_log"))
             for name, parameter in module.named_parameters(recurse=False)
         ):
             yield module

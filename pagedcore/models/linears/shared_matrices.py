@@ -10,7 +10,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, Final
 
 from torch import nn
@@ -23,6 +23,10 @@ def read_by_others(model: nn.Module) -> frozenset[nn.Module]:
     """Return the layers inside ``model`` that are exactly linear ones and whose weight another module reads."""
     found = set[nn.Module]()
     for module in model.modules():
+        own = vars(module).get("forward")
+        if isinstance(own, partial) and "__wrapped__" not in vars(own):
+            # Why: it is a forward of ours, which calls the layers.
+            continue
         for path in _weights_read(type(module).forward):
             try:
                 layer = module.get_submodule(path)
