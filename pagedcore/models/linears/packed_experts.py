@@ -28,7 +28,8 @@ from pagedcore.models.linears.packed_linear import (
 from pagedcore.models.linears.stored_weight import StoredMatrices, tensors_of
 from pagedcore.protocols import LinearFactory
 
-_WEIGHTS: Final = ("gate_up_proj", "down_proj")
+_WEIGHTS: Final = {True: ("gate_up_proj", "down_proj"), False: ("up_proj", "down_proj")}
+"""Names of the weights of experts that have a gate, and of those that have none."""
 
 
 class PackedExperts(nn.Module):
@@ -41,7 +42,9 @@ class PackedExperts(nn.Module):
         """Pack the weights of ``experts``; it keeps its activation only."""
         super().__init__()
         self.experts = experts
-        self.gate_up, self.down = (_pack_each(experts, name, factory, on_unused) for name in _WEIGHTS)
+        self.gate_up, self.down = (
+            _pack_each(experts, name, factory, on_unused) for name in _WEIGHTS[experts.has_gate]
+        )
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -135,9 +138,11 @@ def _multiply(products: Sequence[PackedLinear], rows: torch.Tensor, counts: list
 
 
 def apply_gate(experts: Any, gate_up: torch.Tensor) -> torch.Tensor:
-    """Return [T, inner] of what a module of experts makes of its first products [T, 2 * inner], in its own way."""
+    """Return [T, inner] of what a module of experts makes of its first products [T, 2 * inner], in its own way; of
+    [T, inner] where it has no gate.
+    """
     # Why a private name: transformers has no other one for it, and a family may have a gate of its own.
-    gated: torch.Tensor = experts._apply_gate(gate_up)
+    gated: torch.Tensor = experts._apply_gate(gate_up) if experts.has_gate else experts.act_fn(gate_up)
     return gated
 
 
@@ -145,9 +150,10 @@ def matrices_of_experts(module: Any) -> tuple[torch.Tensor, ...]:
     """Return the weights [experts, out, in] of a module that ``use_experts_implementation`` decorates, of a known kind,
     or ``StoredMatrices`` in their place; none of any other.
     """
-    if not getattr(module, "has_gate", False) or not hasattr(module, "_apply_gate") or module.has_post_expert_norm:
+    if not hasattr(module, "has_gate") or not hasattr(module, "_apply_gate") or module.has_post_expert_norm:
         return ()
-    weights: Any = [vars(module).get(name, _own_parameters(module).get(name)) for name in _WEIGHTS]
+    names = _WEIGHTS[module.has_gate]
+    weights: Any = [vars(module).get(name, _own_parameters(module).get(name)) for name in names]
     if not all(one is not None and one.ndim == 3 for one in weights):
         return ()
     return tuple(one.transpose(1, 2) if module.is_transposed and not isinstance(one, StoredMatrices) else one
