@@ -20,7 +20,8 @@ from virtual_gpu.backends import shipped_kernels
 from virtual_gpu.torch_cuda import virtual_gpus
 
 PAGE = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
-KINDS = re.findall(r"^\| (?:dense decoders|mixtures of experts)\b([^|]*)\| (made|none)", PAGE, flags=re.MULTILINE)
+_WHICH = "dense decoders|mixtures of experts|models with recurrent layers"
+KINDS = re.findall(rf"^\| (?:{_WHICH})\b([^|]*)\| (made|none)", PAGE, flags=re.MULTILINE)
 EXAMPLES = [(family, promise) for words, promise in KINDS for family in re.findall(r"`(\w+)`", words)
             if family in FAMILIES]
 NOT_YET = re.findall(r"^\| ([^|`]+) \| `(.+?)` \| `(.+?)` \|$",
@@ -43,7 +44,8 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
         transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)),
     "both_sides": lambda: transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(**_HEADS, num_key_value_heads=2, is_causal=False)),
-    "state_space": lambda: transformers.MambaForCausalLM(transformers.MambaConfig(**_SMALL, state_size=4)),
+    "rwkv": lambda: transformers.RwkvForCausalLM(
+        transformers.RwkvConfig(**{**_SMALL, "num_hidden_layers": 2}, attention_hidden_size=32)),
 }
 """Models that the page names, each of a kind that is refused."""
 
@@ -80,7 +82,7 @@ def test_a_named_architecture_promises_what_the_page_says(family: str, promise: 
 
 def test_every_architecture_is_counted() -> None:
     """The page's numbers add up to the architectures that are tried, and both kinds have examples."""
-    counts = re.findall(r"^\| (?:dense|mixtures)[^:]*: (?:the )?(\d+) (?:of|others)", PAGE, flags=re.MULTILINE)
+    counts = re.findall(rf"^\| (?:{_WHICH})[^:]*: (?:the )?(\d+) (?:of|others)", PAGE, flags=re.MULTILINE)
     numbers = [int(number) for number in counts]
     assert sum(numbers) == len(FAMILIES) == int(re.findall(r"of the (\d+) architectures", PAGE)[0])
     assert {promise for _, promise in EXAMPLES} == {"made", "none"}
