@@ -36,9 +36,9 @@ from pagedcore.models.checkpoints.pretrained import load_config
 from pagedcore.models.checkpoints.stored_experts import weight_of_layer
 from pagedcore.models.decoders.fused_match import NotFused, has_experts, recognise
 from pagedcore.models.families.table import Family
+from pagedcore.models.layouts import redirect_attention
 from pagedcore.models.linears.packed_experts import apply_gate
 from pagedcore.models.linears.schemes import QuantizedLinears
-from pagedcore.models.transformers_model import redirect_attention
 
 _ALPHA: Final = 0.5
 _AT_ONCE: Final = 2**24

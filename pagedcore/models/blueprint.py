@@ -34,6 +34,7 @@ from pagedcore.models.checkpoints.quick_start import NotQuick
 from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.families import model_facts, supported_models
 from pagedcore.models.families.llama_modules import ForCausalLM
+from pagedcore.models.layouts import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.models.linears.int8_embedding import FIELD, embedding_bytes, kind_of_embedding
 from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.packed_linear import can_pack, matrix_of
@@ -41,7 +42,6 @@ from pagedcore.models.linears.schemes import QuantizedLinears
 from pagedcore.models.linears.shared_embedding import can_share
 from pagedcore.models.linears.shared_matrices import read_by_others
 from pagedcore.models.linears.stored_weight import stored_weights
-from pagedcore.models.transformers_model import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.protocols import AttentionFactory
 from pagedcore_kernels.layout import BlockLayout
 from pagedcore_kernels.state_layout import StateLayout

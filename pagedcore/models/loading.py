@@ -297,7 +297,7 @@ def _attention(config: EngineConfig, device: Device, load: Loader, loaded: Any) 
     Raises:
         InvalidConfig: the device or the model cannot use it.
     """
-    from pagedcore.models.transformers_model import layout_maker, requirements_of
+    from pagedcore.models.layouts import layout_maker, requirements_of
 
     name = _attention_name(config, device.default_attention)
     attention = load("attention", name)

@@ -14,7 +14,7 @@ import torch
 
 from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore.protocols import RaggedRows
-from pagedcore_kernels.reference_states import ReferenceStates as RecurrentStates
+from pagedcore_kernels.cpu.recurrence.states import RecurrentStates
 from pagedcore_kernels.state_layout import StateLayout
 
 

@@ -8,11 +8,11 @@ models come from, ``decoder.py`` for the part a faster implementation replaces.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import torch
@@ -26,8 +26,7 @@ from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.execution.ragged_batch import largest_batch
 from pagedcore.models.adapted_layers import AdaptedProducts, why_no_adapters
 from pagedcore.models.attention import convolutions, recurrences
-from pagedcore.models.attention.interface import ATTENTION_KEY, PagedStep, attention_step, current_step, register
-from pagedcore.models.attention.layers import AttentionLayer, RecordingStep, layers_of, number_layers
+from pagedcore.models.attention.interface import ATTENTION_KEY, PagedStep
 from pagedcore.models.checkpoints import ownership
 from pagedcore.models.decoders.fused import best_decoder
 from pagedcore.models.decoders.graphed import GraphedSteps
@@ -40,11 +39,11 @@ from pagedcore.models.decoders.plain import (
     HiddenDecoder,
     PlainDecoder,
     PreparesSteps,
-    call_model,
 )
 from pagedcore.models.families import model_facts, supported_models
 from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore.models.fingerprint import model_fingerprint
+from pagedcore.models.layouts import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.models.linears.int8_embedding import quantize_embedding
 from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, probe_invariance
 from pagedcore.models.linears.schemes import QUANTIZERS
@@ -56,13 +55,11 @@ from pagedcore.models.state_pool import StatePool
 from pagedcore.protocols import (
     AttentionBackend,
     AttentionFactory,
-    AttentionRequirements,
     ConvolvesRows,
     FloatArray,
     Int64Array,
     LinearFactory,
     RaggedRows,
-    StoresInt8,
 )
 from pagedcore.text_head import PairDefaults, TextHead
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
@@ -70,8 +67,7 @@ from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads, torch_beside_kernels
 from pagedcore_kernels.interface import ChoosesTokens, LaunchesKernels, RecordsLaunches
-from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
-from pagedcore_kernels.state_layout import StateLayout
+from pagedcore_kernels.layout import BlockLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,8 +76,6 @@ _log = logging.getLogger("pagedcore")
 _OF_POOL: Final = frozenset({"cache_store", "state_store", "_attention", "_device_tokens", "_graphed", "block_size"})
 """What of a backend belongs to its pools, and not to its weights."""
 _OUR_PRODUCTS = PackedMatmul | PackedInt8Matmul | PackedGroupedMatmul | JoinedMatmul
-MakeLayout = Callable[[int, torch.dtype, tuple[LayerShape, ...]], BlockLayout]
-"""``(block_size, dtype, shapes) -> layout``, of a model in ``dtype``."""
 
 
 class TransformersModel:
@@ -599,63 +593,3 @@ def _kernels_compute() -> Iterator[None]:
     """Let kernels have the cores that torch would use; its helpers would spin on them."""
     with Computing(num_threads()), torch_beside_kernels():
         yield
-
-
-class _PlainRequirements:
-    devices = ("cpu",)
-    layout_type = KVLayout
-
-    def preferred_block_size(self, dtype: torch.dtype) -> int:
-        return 16
-
-
-def requirements_of(attention_factory: AttentionFactory) -> AttentionRequirements:
-    """Return what an attention factory needs: what it says, or else what every backend for the CPU can do with."""
-    return attention_factory if isinstance(attention_factory, AttentionRequirements) else _PlainRequirements()
-
-
-def layout_maker(attention_factory: AttentionFactory, kv_cache_dtype: str) -> MakeLayout:
-    """Return what makes the layouts of an attention factory's pools; ``kv_cache_dtype`` as in ``EngineConfig``.
-
-    Raises:
-        InvalidConfig: the factory's backends keep no such KV.
-    """
-    if kv_cache_dtype == "auto":
-        return requirements_of(attention_factory).layout_type
-    if not isinstance(attention_factory, StoresInt8):
-        raise InvalidConfig(
-            f"kv_cache_dtype: got {kv_cache_dtype!r}, which this attention backend does not store. Leave it at 'auto', "
-            "or set attention_backend='numba-cpu' on a CPU, or 'reference'."
-        )
-    make = attention_factory.int8_layout_type
-    return lambda block_size, dtype, shapes: make(block_size, torch.int8, shapes, dtype)
-
-
-def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int, StateLayout | None]:
-    """Send the model's attention to the current step; return what its layers do, the width of its logits, and what
-    its recurrent layers keep, if it has any.
-
-    Raises:
-        ModelNotSupported: the attention cannot be redirected, or asks for what a paged KV cache cannot do.
-    """
-    register()
-    model.set_attn_implementation(ATTENTION_KEY)
-    supported_models.check_attention_was_taken(model.config)
-    number_layers(model)
-    convolutions.redirect(model, current_step)
-    recurrences.redirect(model, current_step)
-    step = RecordingStep()
-    # Why none: a tree of ours computes no tokens too, and reads no weight for them.
-    num_tokens, device = 0 if isinstance(model, ForCausalLM) else 2, model_facts.format_and_device(model)[1]
-    tokens = torch.arange(num_tokens, device=device)
-    with attention_step(step):
-        logits = call_model(model, tokens, tokens, tokens)
-    layers, recurrent = layers_of(step.calls, model.config), recurrences.known_recurrences(model)
-    supported_models.check_num_attention_layers(model.config, len({*layers, *(one.layer_idx for one in recurrent)}))
-    return layers, logits.shape[-1], step.states.layout(len(recurrent))
-
-
-def kv_shapes(layers: Mapping[int, AttentionLayer]) -> tuple[LayerShape, ...]:
-    """Return the shapes of K and V that a pool holds: those of the layers that keep their own."""
-    owners = [layer for layer in layers.values() if layer.owns_kv]
-    return tuple(LayerShape(o.num_kv_heads, o.key_head_size, o.value_head_size) for o in owners)

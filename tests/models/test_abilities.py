@@ -9,7 +9,8 @@ import pytest
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.engine.builder import build_components
 from pagedcore.errors import InvalidConfig
-from pagedcore.models.transformers_model import TransformersModel, requirements_of
+from pagedcore.models.layouts import requirements_of
+from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.protocols import (
     AttentionRequirements,
     DecodesGreedily,

@@ -1,0 +1,85 @@
+"""What a model keeps in its pools, found by calling it once on two tokens, and which layouts such pools can have.
+
+Owns the order in which layers are redirected and looked at; what they are is in ``attention/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from pagedcore.errors import InvalidConfig
+from pagedcore.models.attention import convolutions, recurrences
+from pagedcore.models.attention.interface import ATTENTION_KEY, attention_step, current_step, register
+from pagedcore.models.attention.layers import AttentionLayer, RecordingStep, layers_of, number_layers
+from pagedcore.models.decoders.plain import call_model
+from pagedcore.models.families import model_facts, supported_models
+from pagedcore.models.families.llama_modules import ForCausalLM
+from pagedcore.protocols import AttentionFactory, AttentionRequirements, StoresInt8
+from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
+from pagedcore_kernels.state_layout import StateLayout
+
+MakeLayout = Callable[[int, torch.dtype, tuple[LayerShape, ...]], BlockLayout]
+"""``(block_size, dtype, shapes) -> layout``, of a model in ``dtype``."""
+
+
+class _PlainRequirements:
+    devices = ("cpu",)
+    layout_type = KVLayout
+
+    def preferred_block_size(self, dtype: torch.dtype) -> int:
+        return 16
+
+
+def requirements_of(attention_factory: AttentionFactory) -> AttentionRequirements:
+    """Return what an attention factory needs: what it says, or else what every backend for the CPU can do with."""
+    return attention_factory if isinstance(attention_factory, AttentionRequirements) else _PlainRequirements()
+
+
+def layout_maker(attention_factory: AttentionFactory, kv_cache_dtype: str) -> MakeLayout:
+    """Return what makes the layouts of an attention factory's pools; ``kv_cache_dtype`` as in ``EngineConfig``.
+
+    Raises:
+        InvalidConfig: the factory's backends keep no such KV.
+    """
+    if kv_cache_dtype == "auto":
+        return requirements_of(attention_factory).layout_type
+    if not isinstance(attention_factory, StoresInt8):
+        raise InvalidConfig(
+            f"kv_cache_dtype: got {kv_cache_dtype!r}, which this attention backend does not store. Leave it at 'auto', "
+            "or set attention_backend='numba-cpu' on a CPU, or 'reference'."
+        )
+    make = attention_factory.int8_layout_type
+    return lambda block_size, dtype, shapes: make(block_size, torch.int8, shapes, dtype)
+
+
+def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int, StateLayout | None]:
+    """Send the model's attention to the current step; return what its layers do, the width of its logits, and what
+    its recurrent layers keep, if it has any.
+
+    Raises:
+        ModelNotSupported: the attention cannot be redirected, or asks for what a paged KV cache cannot do.
+    """
+    register()
+    model.set_attn_implementation(ATTENTION_KEY)
+    supported_models.check_attention_was_taken(model.config)
+    number_layers(model)
+    convolutions.redirect(model, current_step)
+    recurrences.redirect(model, current_step)
+    step = RecordingStep()
+    # Why none: a tree of ours computes no tokens too, and reads no weight for them.
+    num_tokens, device = 0 if isinstance(model, ForCausalLM) else 2, model_facts.format_and_device(model)[1]
+    tokens = torch.arange(num_tokens, device=device)
+    with attention_step(step):
+        logits = call_model(model, tokens, tokens, tokens)
+    layers, recurrent = layers_of(step.calls, model.config), recurrences.known_recurrences(model)
+    supported_models.check_num_attention_layers(model.config, len({*layers, *(one.layer_idx for one in recurrent)}))
+    return layers, logits.shape[-1], step.states.layout(len(recurrent))
+
+
+def kv_shapes(layers: Mapping[int, AttentionLayer]) -> tuple[LayerShape, ...]:
+    """Return the shapes of K and V that a pool holds: those of the layers that keep their own."""
+    owners = [layer for layer in layers.values() if layer.owns_kv]
+    return tuple(LayerShape(o.num_kv_heads, o.key_head_size, o.value_head_size) for o in owners)
