@@ -309,6 +309,7 @@ class Sequence:
             "num_scored": None if scored is None else len(scored), "num_sequences": self.params.num_sequences,
             "num_tokens": len(self.token_ids), "tokens": array("q", self.token_ids), "root": self.cache_root,
             "params": self.params,
+            **({"weights": [[begin, one.number] for begin, one in self.weights]} if self.weights else {}),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -109,7 +109,7 @@ def _show_point(
     point = points.find_point(recording, request, token, completion)
     settings = points.settings_for(recording, len(point.token_ids) + 1 + num_continue)
     with common.open_engine(model, **settings) as engine:
-        points.require_equal(recording, engine)
+        points.require_equal(recording, engine, point)
         computed = points.compute_point(engine, point, top)
         table = Table("token", "text", "log-probability", "")
         for token_id, logprob in computed.top:

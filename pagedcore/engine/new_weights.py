@@ -43,6 +43,8 @@ class WeightsHolder:
     def __init__(self, steps: StepRunner, outputs: OutputProcessor, components: EngineComponents) -> None:
         self.steps, self.outputs = steps, outputs
         self._first_form, self._first_identity = components.kv_format, components.identity
+        self.format = components.kv_format
+        """As ``kv_format`` of the weights that there are now, by what they are alone, however they came."""
         self._lock, self._owner = threading.Lock(), ""
 
     def identity(self, kv_format: str, version: WeightsVersion) -> str:
@@ -229,7 +231,10 @@ class NewWeights:
         mark = WeightsMark(secrets.token_hex(32), version.number, version.label)
         before = engine.components
         fingerprint = backend_fingerprint(backend)
+        holder.format = kv_format(backend, before.info.block_size)
         form = kv_format(backend, before.info.block_size, mark.id)
         engine.components = replace(
             before, fingerprint=fingerprint, kv_format=form, identity=holder.identity(form, version))
         engine.sessions.take_weights(fingerprint, mark, form)
+        for one in engine.observers:
+            one.weights_taken()

@@ -26,6 +26,9 @@ class EngineObserver(StepObserver):
     def step_ended(self) -> None:
         """Look at the engine between two steps."""
 
+    def weights_taken(self) -> None:
+        """Note that the engine has other weights from now on."""
+
     def note_trouble(self, why: str, errors: Iterable[BaseException] = ()) -> None:
         """Keep what helps to find out why; may add notes to the errors that callers get.
 

@@ -38,6 +38,15 @@ class RecordsEngine(EngineObserver):
         self.ring.watch_beams(engine.requests.outputs.groups)
         self._engine = engine
         self._num_dumps, self._next_dump_s = 0, -math.inf
+        self.ring.weights = self._weights()
+
+    def _weights(self) -> list[Any]:
+        version = self._engine.weights
+        return [version.number, version.label, self._engine.weights_holder.format]
+
+    def weights_taken(self) -> None:
+        """Note which weights the next step is computed with."""
+        self.ring.note_weights(self._weights())
 
     def request_accepted(self, request: Request) -> None:
         """Note which sequences a request has, and when it arrived."""
@@ -86,7 +95,7 @@ def header_of(engine: Engine) -> dict[str, Any]:
     """Say what an engine's bits depend on, as a recording does in its first line."""
     info, config = engine.components.info, engine.components.config
     return {
-        "pagedcore": __version__, "identity": engine.components.kv_format, "max_model_len": info.max_model_len,
+        "pagedcore": __version__, "identity": engine.weights_holder.format, "max_model_len": info.max_model_len,
         "processor": this_machine().instruction_sets, "is_schedule_invariant": info.is_schedule_invariant,
         "engine": {
             "dtype": info.dtype, "block_size": info.block_size, "attention_backend": config.attention_backend,

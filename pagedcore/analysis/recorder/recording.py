@@ -28,9 +28,9 @@ from pagedcore.sessions.session_file import params_as_mapping
 
 FORMAT: Final = "pagedcore recording"
 VERSION: Final = 7
-_WITHOUT_STATES: Final = 6
-"""What a file says whose model keeps none, so that earlier versions can read it."""
-_READ: Final = (4, 5, _WITHOUT_STATES, VERSION)
+_PLAIN: Final = 6
+"""What a file says whose model keeps no states and got no other weights, so that earlier versions can read it."""
+_READ: Final = (4, 5, _PLAIN, VERSION)
 """Files of version 5 know no drafts, those of version 4 no sequences that generate nothing either. Those of earlier
 versions were decided by other estimates of what steps cost, and cannot be decided again."""
 _MOST_REFUSED: Final = 2**53
@@ -83,12 +83,13 @@ class _Writer:
         self._words: dict[Any, str] = {}
         self._has_long = False
 
-    def lines(self, header: Mapping[str, Any], segments: Iterable[Segment]) -> Iterator[str]:
+    def lines(self, header: Mapping[str, Any], segments: list[Segment]) -> Iterator[str]:
         """Yield the text of a file, line by line."""
         parts = [(self._begin(segment), [canonical(self._event(one)) for one in list(segment.events)])
                  for segment in segments]
         has_states = any("num_states" in begin["settings"] for begin, _ in parts)
-        version = VERSION if has_states else _WITHOUT_STATES
+        has_weights = any(name == "weights" for segment in segments for _, name, *_ in segment.events)
+        version = VERSION if has_states or has_weights else _PLAIN
         yield canonical({**header, "format": FORMAT, "version": version, "has_tokens": self._keeps_tokens})
         yield canonical(self._rows.encode(self._roots))
         for begin, events in parts:
@@ -131,6 +132,8 @@ class _Writer:
         found = {"plain": plain, "row": self._rows.add(described["root"], life)}
         for name in ("status", "num_keys", "num_scored", "num_sequences", "num_tokens"):
             found[name] = described[name]
+        if "weights" in described:
+            found["weights"] = described["weights"]
         if self._keeps_tokens:
             params = described["params"]
             found["params"] = params_as_mapping(params) | (
@@ -200,7 +203,7 @@ def _keys_of(
 
 
 def write_recording(
-    path: str | os.PathLike[str], header: Mapping[str, Any], segments: Iterable[Segment], hasher: BlockHasher, *,
+    path: str | os.PathLike[str], header: Mapping[str, Any], segments: list[Segment], hasher: BlockHasher, *,
     keeps_tokens: bool,
 ) -> None:
     """Write a file that only its owner can read, in one piece: whatever breaks that off leaves no part of it.

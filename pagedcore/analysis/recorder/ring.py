@@ -60,6 +60,8 @@ class FlightRecorder:
     def __init__(self, scheduler: Scheduler, clock: Clock, *, max_steps: int = MAX_STEPS, max_bytes: int = MAX_BYTES
                  ) -> None:
         self.segments: list[Segment] = []
+        self.weights: list[Any] = [0, "", ""]
+        """Number, label and identity of those that steps are computed with from here on."""
         self._scheduler, self._clock = scheduler, clock
         self._max_steps, self._max_bytes = max_steps // 2, max_bytes // 2
         self._known: set[int] = set()
@@ -122,6 +124,11 @@ class FlightRecorder:
         numbers = [one.sequence_id for one in request.sequences]
         self._owners.update(dict.fromkeys(numbers, request.request_id))
         self._note("request", (request.request_id, numbers), None)
+
+    def note_weights(self, weights: list[Any]) -> None:
+        """Note that all steps from here on are computed with other weights."""
+        self.weights = weights
+        self._note("weights", tuple(weights), None)
 
     def _call(self, name: str, method: Callable[..., Any], *given: Any, **options: Any) -> Any:
         if self._is_inside:
@@ -202,6 +209,7 @@ class FlightRecorder:
         self._owners = {number: self._owners[number] for number in sorted(numbers & self._owners.keys())}
         state["requests"] = [[owner, [number]] for number, owner in self._owners.items()]
         state["beams"] = self._open_beams(numbers)
+        state["weights"] = self.weights
         segment = Segment(settings_of(self._scheduler), state, self._is_continuous and is_full)
         copied = state["sequences"], state["device"]["tokens"], state["host"]["tokens"]
         segment.num_bytes = _EVENT_BYTES * sum(map(len, (*copied, *(beams for _, beams in state["beams"]))))

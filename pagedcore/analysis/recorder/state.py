@@ -43,6 +43,8 @@ def sequence_of(described: Mapping[str, Any], known: ReplayedSequence | None = N
         cache_root=described["root"],
     )
     one.restore(described)
+    # Why also of a known one: with other weights it has another root.
+    one.cache_root = described["root"]
     return one
 
 
@@ -100,7 +102,7 @@ def restore(state: Mapping[str, Any], scheduler: Scheduler) -> dict[int, Replaye
 def comparable(state: Mapping[str, Any]) -> State:
     """Return what of two states has to be equal: all but tokens, roots and keys, whose names are each recording's own.
     """
-    bare = {name: value for name, value in state.items() if name not in ("sequences", "requests", "beams")}
+    bare = {name: value for name, value in state.items() if name not in ("sequences", "requests", "beams", "weights")}
     bare["sequences"] = [
         {name: one[name] for name in ("plain", "status", "num_keys", "num_scored", "num_tokens")}
         for one in state["sequences"]

@@ -199,7 +199,7 @@ class SegmentReplay:
                 self.scheduler.costs.steps.observe(*given)
             case "begin_step":
                 self.scheduler.begin_step(*given)
-            case "request" | "beams" | "refused":
+            case "request" | "beams" | "refused" | "weights":
                 pass
             case "open_gate" | "count_as_new":
                 known = [self._known(one) for one in (given[0] if verb == "count_as_new" else given)]

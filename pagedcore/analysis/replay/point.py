@@ -40,6 +40,8 @@ class Point:
     """The token that was chosen; ``None``: it was not generated yet."""
     params: SamplingParams
     seed: int
+    weights: tuple[int, str, str]
+    """Number, label and identity of those that it was drawn with."""
 
     @property
     def index(self) -> int:
@@ -60,15 +62,20 @@ def settings_for(recording: Recording, num_tokens: int) -> dict[str, Any]:
     return {**settings, "num_kv_blocks": -(-num_tokens // size) + 1, "max_num_seqs": 1}
 
 
-def require_equal(recording: Recording, engine: Engine) -> None:
-    """Raise ``RecordingMismatch`` unless the engine computes the recorded bits, ``RecordingError`` if no engine can."""
+def require_equal(recording: Recording, engine: Engine, point: Point | None = None) -> None:
+    """Raise ``RecordingMismatch`` unless the engine computes the recorded bits of a point, or without one those of the
+    last weights; ``RecordingError`` if no engine can.
+    """
     header, own = recording.header, header_of(engine)
     if not header.get("is_schedule_invariant"):
         raise RecordingError("the model's results depend on the schedule, so that a point alone shows other bits")
-    if header.get("identity") != own["identity"]:
+    if (header.get("identity") if point is None else point.weights[2]) != own["identity"]:
         named = {"pagedcore": "version of pagedcore", "processor": "processor", "engine": "setting of the engine"}
         other = [text for name, text in named.items() if header.get(name) != _plain(own[name])]
         what = " and another ".join(other) or "model or version of torch"
+        if point is not None and point.weights[0] and not other:
+            number, label, _ = point.weights
+            what = f"model than that of the weights {label!r}, number {number}, or version of torch"
         raise RecordingMismatch(f"it was made with another {what}")
 
 
@@ -114,7 +121,24 @@ def _find(recording: Recording, request: str, index: int, completion: int) -> Po
     if index + 1 != described["plain"]["max_tokens"]:
         # Why: the turn ends at the point when it is computed, and did not end there.
         params = _with(params, forced_eos_token_id=None)
-    return Point(tuple(known[:place]), num_prompt, chosen, params, seed)
+    return Point(tuple(known[:place]), num_prompt, chosen, params, seed, _weights_of(recording, described, place))
+
+
+def _weights_of(recording: Recording, described: Mapping[str, Any], place: int) -> tuple[int, str, str]:
+    """Return the weights that the token at a place was drawn with, or would be."""
+    number = max([(begin, number) for begin, number in described.get("weights", ()) if begin <= place],
+                 default=(0, 0))[1]
+    known = dict[int, tuple[int, str, str]]()
+    if all("weights" not in segment["state"] for segment in recording.segments):
+        # Why: a file of an earlier version knows one version of weights only.
+        known[0] = 0, "", str(recording.header.get("identity"))
+    for segment in recording.segments:
+        taken = [given for _, verb, given, _ in segment["events"] if verb == "weights"]
+        for one, label, identity in (*([segment["state"]["weights"]] if "weights" in segment["state"] else ()), *taken):
+            known[one] = int(one), str(label), str(identity)
+    if number not in known:
+        raise RecordingError("the weights that the token was drawn with are no longer in it")
+    return known[number]
 
 
 def _sequence_of(recording: Recording, request: str, completion: int) -> int:

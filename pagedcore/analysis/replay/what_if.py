@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import Any
 
 from pagedcore.analysis.recorder.recording import Recording, canonical
@@ -23,6 +24,7 @@ from pagedcore.analysis.replay.lives import (
     Life,
     Outcome,
     Place,
+    described_in,
     events_between,
     learnt_costs,
     lives_of,
@@ -32,6 +34,7 @@ from pagedcore.analysis.replay.lives import (
 from pagedcore.analysis.replay.starting_state import StartingState, starting_state
 from pagedcore.errors import EngineOverloaded, PagedcoreError, RecordingError, RequestTooLarge
 from pagedcore.kv_cache.host_cache import Transfer
+from pagedcore.outputs import WeightsVersion
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
 from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.scheduler import Scheduler
@@ -51,6 +54,16 @@ class LikeBefore(RecordedDrafts):
         """As of the recorded rows; sequences that have none are left alone."""
         self.counts = {number: _drafts_of(self._lives, row)[0] for number, row in state.rows.items() if row.is_decode}
         super().add_drafts(state)
+
+
+@dataclass(frozen=True, slots=True)
+class NewWeights:
+    """One load of weights into the recorded engine."""
+
+    now_s: float
+    number: int
+    roots: Mapping[int, bytes]
+    """The cache roots from then on, of the sequences that went on."""
 
 
 def _drafts_of(lives: Mapping[int, Life], row: ScheduledRow) -> tuple[int, int]:
@@ -93,6 +106,8 @@ class WhatIf:
         self._lives: dict[int, Life] = {}
         self._arrived_s: dict[int, float] = {}
         self._moving: dict[int, float] = {}
+        self._new_weights: list[NewWeights] = []
+        """The next one last."""
         self._now_s = self._start_s = self._first_s(0)
 
     @property
@@ -109,6 +124,7 @@ class WhatIf:
         if self.left_at is not None:
             self._leave(self.left_at)
             while self._coming or self._postponed or self.scheduler.has_work:
+                self._take_weights()
                 self._arrive()
                 if not run_step(self.scheduler, self).rows and not self._sleep():
                     break
@@ -175,10 +191,25 @@ class WhatIf:
         for number in live:
             if not self._num_left(number):
                 self._finish(number)
+        self._new_weights = list(reversed(new_weights_in(later)))
         ends = {given[0]: now_s for now_s, verb, given, _ in later if verb == "complete_transfer"}
         due = {one.transfer_id for one in scheduler.moves.due}
         for number in scheduler.kv_cache.host.in_flight.keys() - due:
             self._moving[number] = ends.get(number, self._now_s + self._seconds_of_known(number))
+
+    def _take_weights(self) -> None:
+        """Compute what has not ended anew, with other weights, where some have come by now."""
+        while self._new_weights and self._new_weights[-1].now_s <= self._now_s:
+            new = self._new_weights.pop()
+            known = self._replay.sequences
+            roots = {known[number].cache_root: root for number, root in new.roots.items() if number in known}
+            live = [*self.scheduler.waiting, *self.scheduler.running]
+            for one in live:
+                # Why else another one: nobody had this root when they came, and no block of before may be found.
+                other = sha256(one.cache_root + str(new.number).encode()).digest()
+                one.draw_with(WeightsVersion(new.number), roots.get(one.cache_root, other))
+            self._moving.clear()
+            self.scheduler.restart(live)
 
     def _arrive(self) -> None:
         due, self._postponed = self._postponed, []
@@ -298,8 +329,21 @@ class WhatIf:
         yield from self._moving.values()
         if self._coming:
             yield self._coming[-1].arrival_s
+        if self._new_weights:
+            yield self._new_weights[-1].now_s
         if self.scheduler.waiting.gated:
             yield self._now_s + self.scheduler.gated_s(self._now_s)
+
+
+def new_weights_in(events: ListOf[tuple[float, str, list[Any], Any]]) -> list[NewWeights]:
+    """Return the loads of weights among recorded events, in their order."""
+    found, roots = list[NewWeights](), dict[int, bytes]()
+    for now_s, verb, given, _ in events:
+        if verb == "restart":
+            roots = {one["plain"]["sequence_id"]: one["root"] for one in described_in(given)}
+        elif verb == "weights":
+            found.append(NewWeights(now_s, given[0], roots))
+    return found
 
 
 def has_beams(segment: Mapping[str, Any]) -> bool:
