@@ -138,7 +138,8 @@ def _backend(
     files = weight_files(model) if is_named else {}
     stored = stored_format(model) if is_named else None
     is_quantized = stored is not None and stored.scheme != "none"
-    quantization = _quantization(config, stored if is_quantized else None)
+    scheme = _quantization(config, stored if is_quantized else None)
+    quantization = "none" if stored and device.kind != "cpu" and scheme == stored.scheme else scheme
     linears = _linears(config, device, load, quantization, is_quantized)
     given, source = model, model if is_named else type(model).__name__
     if use_packed is None:
@@ -165,7 +166,7 @@ def _backend(
         )
     give_back_freed()
     found = os.path.abspath(given) if is_named else None, files
-    _note_origin(backend, packed, quantization, config, load, (*weights, *found), is_quantized=is_quantized)
+    _note_origin(backend, packed, scheme, config, load, (*weights, *found), is_quantized=is_quantized)
     _tell_of_texts(backend, given, heads, config.trust_remote_code)
     if not is_named and given is not model:
         take_whole(given)
@@ -347,7 +348,9 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
             # Why: what other factories do not take stays a tensor.
             stored = replace(stored, is_late=is_quick and config.linear_backend == "auto")
         model = load_stored(model, stored, number_format, trust_remote_code=trust, is_quick=is_quick)
-        if stored.scheme not in ("none", quantization):
+        if device.kind != "cpu":
+            _decode(model, stored.scheme, device)
+        elif stored.scheme not in ("none", quantization):
             take_int8_rows(model, quantization)
         return model
     if isinstance(model, str | os.PathLike):
@@ -365,6 +368,20 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
     if device.kind == "cpu":
         widen_halves(model)
     return model
+
+
+def _decode(model: Any, scheme: str, device: Device) -> None:
+    """Make numbers of the quantised weights of a model, and say so."""
+    from pagedcore.models.families.model_facts import format_and_device
+    from pagedcore.models.linears.decoded_weights import decode_weights
+
+    decode_weights(model)
+    if scheme != "none":
+        _log.warning(
+            "The quantised weights (%s) are decoded to %s: there is no product of them on %s, so that they take the "
+            "memory and the time of numbers.",
+            scheme, str(format_and_device(model)[0]).removeprefix("torch."), device.kind,
+        )  # fmt: skip
 
 
 def plan_backend(
