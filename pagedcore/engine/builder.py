@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from pagedcore.execution.draft_model import DraftModel
     from pagedcore.plugins.manager import PluginManager
     from pagedcore.plugins.registry import Registry, Table
-    from pagedcore.protocols import CacheStore, ModelBackend, Tokenizer
+    from pagedcore.protocols import CacheStore, ModelBackend, StateStore, Tokenizer
     from pagedcore.scheduler.policies import Policy
 
 _log = logging.getLogger("pagedcore")
@@ -107,6 +107,8 @@ class EngineComponents:
     """What watches it from the start: laws (``check_invariants``), and promises if the policy makes some."""
     speculation: str = "off"
     """"on", or "off" with the reason."""
+    states: tuple[StateStore | None, int] = (None, 0)
+    """What moves the states of recurrent layers, and the bytes of one, if there are any."""
 
 
 def build_components(
@@ -192,13 +194,13 @@ def _assemble(
     drafting = draft.with_pool(memory.num_blocks, memory.block_size, backend.vocab_size, config) if draft else None
     scheduler.speculation, speculation = _speculation(backend, config, scheduler, grammars, drafting)
     observers = _promise_deadlines(scheduler) if policy.promises else ()
-    store, form = memory.store, kv_format(backend, memory.block_size)
+    store, form, states = memory.store, kv_format(backend, memory.block_size), memory.states.store
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
     threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
     runner = ModelRunner(backend, Sampler(backend.vocab_size, grammars), threads)
     runner.slot_of = slots.slot_of
     if config.check_invariants:
-        store, runner, laws = _shadow(scheduler, store, runner)
+        store, states, runner, laws = _shadow(scheduler, store, states, runner)
         observers = *observers, laws
     return EngineComponents(
         config, input_processor, kv_cache, scheduler, runner, hooks, info,
@@ -206,6 +208,7 @@ def _assemble(
         _identity(backend, form, info.max_model_len, tokenizer, config.chat_template, defaults),
         _chat_format(manager.registry, config, text), adapters,
         backend.num_short_tokens if isinstance(backend, HasShortContext) else None, observers, speculation,
+        (states, memory.states.state_bytes),
     )
 
 

@@ -122,7 +122,7 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         """For ``new_weights``."""
         parking = Parking(
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
-            self.clock, self._steps.change, components.num_short_tokens)
+            self.clock, self._steps.change, components.num_short_tokens, *components.states)
         self.sessions = SessionStore(
             self.accept, self._step_or_sleep, self.input_processor, self.requests, parking, components.fingerprint,
             config.session_secret,

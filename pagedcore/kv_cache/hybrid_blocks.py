@@ -139,16 +139,12 @@ class HybridBlocks(BlockManager):
             self._kept(known[block_id], state_id, num_saved) for block_id, state_id, num_saved in
             state["states"]["kept"]])
 
-    def put_state(self, content: Content) -> int | None:
-        """Take a block for the state behind a registered KV block, which the caller writes and then gives back by
-        ``states.free``; ``None``: it is there, the KV is not, or there is no room.
+    def take_state_for(self, content: Content) -> int | None:
+        """Take a block for the state behind a registered KV block, which the caller writes and gives back by
+        ``states.free``; ``None``: the state is there, the KV is not, or there is no room.
         """
-        if self.states.find(content.key) is not None or self.cache.find(content) is None:
-            return None
-        if not self.states.has_room_for(1):
-            return None
-        (state_id,) = self.states.allocate(1)
-        return state_id
+        is_wanted = self.states.find(content.key) is None and self.cache.find(content) is not None
+        return self.states.allocate(1)[0] if is_wanted and self.states.has_room_for(1) else None
 
     def keep_state_of(self, content: Content, state_id: int, num_saved: int) -> None:
         """Let a state that the caller holds be found behind a registered KV block."""

@@ -35,8 +35,9 @@ _log = logging.getLogger("pagedcore")
 _HEADER_BYTES: Final = 4096
 """Upper bound of the header of these files."""
 _NAME: Final = b"pagedcore kv 2"
+_STATE: Final = b"pagedcore state 1"
 _Bytes = npt.NDArray[np.uint8]
-_NOTHING: Final[tuple[_Bytes, _Bytes]] = (np.empty((0, 0), np.uint8), np.empty((0, 0), np.uint8))
+_NOTHING: Final[tuple[_Bytes, _Bytes, None]] = (np.empty((0, 0), np.uint8), np.empty((0, 0), np.uint8), None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,6 +47,8 @@ class KVCopy:
     num_tokens: int
     blocks: _Bytes
     """Shape [N, block_bytes]; the last block may be partly filled."""
+    state: _Bytes | None = None
+    """Shape [state_bytes]: what recurrent layers keep behind these positions; ``None``: the model has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,8 @@ class KVSpec:
     block_size: int
     block_bytes: int
     kv_format: str
+    state_bytes: int = 0
+    """Of the state behind the last token, without which the blocks are of no use; 0: the model keeps none."""
     key: bytes = field(default=b"", repr=False)
     """Secret that authenticates the blocks; empty: a file proves no more than that it is undamaged."""
 
@@ -82,9 +87,13 @@ def write_kv(path: Path, kv: KVCopy, spec: KVSpec) -> None:
             # Why: safetensors reports a full disk as an error of the format.
             raise OSError(errno.EIO, str(error)) from error
 
-    digests = b"".join(_checks(kv.blocks, spec.block_keys(), spec.key))
-    checks = np.frombuffer(digests, dtype=np.uint8).reshape(-1, KEY_BYTES)
-    tensors = {"blocks": np.ascontiguousarray(kv.blocks), "checks": checks}
+    keys = spec.block_keys()
+    digests = list(_checks(kv.blocks, keys, spec.key))
+    tensors = {"blocks": np.ascontiguousarray(kv.blocks)}
+    if kv.state is not None:
+        tensors["state"] = np.ascontiguousarray(kv.state)
+        digests.append(_check_of_state(kv.state, keys, spec.key))
+    tensors["checks"] = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, KEY_BYTES)
     replace_file(path, save)
 
 
@@ -99,27 +108,37 @@ def read_kv(path: Path, spec: KVSpec) -> KVCopy | None:
 
 def _read_proven(path: Path, spec: KVSpec) -> KVCopy | None:
     keys = spec.block_keys()
-    blocks, checks = _read_blocks(path, len(keys), spec.block_bytes)
+    blocks, checks, state = _read_blocks(path, len(keys), spec)
     found = enumerate(_checks(blocks, keys, spec.key))
     num_good = next((i for i, check in found if not hmac.compare_digest(check, checks[i].tobytes())), len(blocks))
+    if state is not None:
+        is_good = hmac.compare_digest(_check_of_state(state, keys, spec.key), checks[-1].tobytes())
+        # Why all: a state is of use behind all blocks, and blocks are of none without it.
+        num_good = num_good if is_good and num_good == len(keys) else 0
     if num_good == 0 or num_good < len(blocks):
         _log.warning("KV file: %d of %d blocks can be used; the rest is computed again", num_good, len(keys))
-    return KVCopy(min(num_good * spec.block_size, len(spec.token_ids)), blocks[:num_good]) if num_good else None
+    num_tokens = min(num_good * spec.block_size, len(spec.token_ids))
+    return KVCopy(num_tokens, blocks[:num_good], state) if num_good else None
 
 
-def _read_blocks(path: Path, num_blocks: int, block_bytes: int) -> tuple[_Bytes, _Bytes]:
-    """Return the blocks of a file and their digests, of any values; none if they have another form."""
+def _read_blocks(path: Path, num_blocks: int, spec: KVSpec) -> tuple[_Bytes, _Bytes, _Bytes | None]:
+    """Return the blocks of a file, the digests of these and of the state, and that; of any values, and none if they
+    have another form.
+    """
     from safetensors.numpy import load
 
+    num_states = 1 if spec.state_bytes else 0
+    most = num_blocks * (spec.block_bytes + KEY_BYTES) + num_states * (spec.state_bytes + KEY_BYTES) + _HEADER_BYTES
     # Why: read, not mapped; access to a mapped file that was truncated meanwhile ends the process.
-    tensors = load(read_bounded(path, num_blocks * (block_bytes + KEY_BYTES) + _HEADER_BYTES))
-    blocks, checks = tensors["blocks"], tensors["checks"]
+    tensors = load(read_bounded(path, most))
+    blocks, checks, state = tensors["blocks"], tensors["checks"], tensors["state"] if num_states else None
     count = len(blocks) if blocks.ndim else -1
     is_ours = (
         blocks.dtype == checks.dtype == np.uint8 and 0 < count <= num_blocks
-        and blocks.shape == (count, block_bytes) and checks.shape == (count, KEY_BYTES)
+        and blocks.shape == (count, spec.block_bytes) and checks.shape == (count + num_states, KEY_BYTES)
+        and (state is None or (state.dtype == np.uint8 and state.shape == (spec.state_bytes,)))
     )
-    return (blocks, checks) if is_ours else _NOTHING
+    return (blocks, checks, state) if is_ours else _NOTHING
 
 
 def reason_of(error: Exception) -> str:
@@ -130,6 +149,10 @@ def reason_of(error: Exception) -> str:
 def _checks(blocks: _Bytes, block_keys: ListOf[bytes], key: bytes) -> Iterator[bytes]:
     for block, block_key in zip(blocks, block_keys, strict=False):
         yield hmac.digest(key, block_key + block.tobytes(), "sha256")
+
+
+def _check_of_state(state: _Bytes, block_keys: ListOf[bytes], key: bytes) -> bytes:
+    return hmac.digest(key, _STATE + block_keys[-1] + state.tobytes(), "sha256")
 
 
 def read_bounded(path: Path, most: int) -> bytes:

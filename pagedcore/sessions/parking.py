@@ -17,10 +17,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from pagedcore.config.limits import MAX_PARKED_HOST_SHARE
 from pagedcore.execution.kv_transfers import KVTransfers
+from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
 from pagedcore.kv_cache.prefix_match import contents, find_blocks
-from pagedcore.protocols import CacheStore, Clock
+from pagedcore.protocols import CacheStore, Clock, StateStore
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus
 from pagedcore.sessions.kv_file import KVCopy, KVDirectory, KVSpec, read_kv, reason_of, write_kv
@@ -95,6 +98,10 @@ class Parking:
     """Makes what is done within it complete or undone, and keeps other threads out."""
     num_short_tokens: int | None = None
     """As of a ``Sequence``."""
+    state_store: StateStore | None = None
+    """What moves states, where the model keeps some."""
+    state_bytes: int = 0
+    """Of one of these; 0: it keeps none."""
     is_asleep: bool = field(default=False, init=False)
     """Whether there is no memory for blocks: files stay, and nothing is loaded from them."""
     _parked: dict[int, _Parked] = field(default_factory=dict, init=False)
@@ -210,13 +217,28 @@ class Parking:
                 store.write_blocks(fresh, kv.blocks[start : start + len(fresh)])
                 for block_id, content in zip(fresh, lacking, strict=False):
                     cache.register_block(block_id, content)
+            if isinstance(blocks, HybridBlocks):
+                self._load_state(blocks, sequence, kv)
         except Exception as error:  # the store may be the user's own
             _log.warning("parking: KV could not be loaded (%s); it is computed again", reason_of(error))
             return here.num_tokens
         finally:
             for block_id in reversed([*here.block_ids, *fresh]):
                 cache.free_block(block_id)
+        if self.state_bytes:
+            return blocks.find(sequence, kv.num_tokens).num_tokens
         return here.num_tokens + sum(len(content.token_ids) for content in lacking[: len(fresh)])
+
+    def _load_state(self, blocks: HybridBlocks, sequence: Sequence, kv: KVCopy) -> None:
+        """Put the state behind copied blocks into the cache, if all of these are there and it is not."""
+        *_, content = contents(blocks.hasher, sequence, kv.num_tokens)
+        if kv.state is None or self.state_store is None or (state_id := blocks.take_state_for(content)) is None:
+            return
+        try:
+            self.state_store.write_states([state_id], kv.state[np.newaxis])
+            blocks.keep_state_of(content, state_id, kv.num_tokens)
+        finally:
+            blocks.states.free(state_id)
 
     def copy_kv(self, sequence: Sequence) -> KVCopy | None:
         """Copy the KV of a sequence from the device or the host, whichever has more; ``None``: there is none."""
@@ -224,9 +246,14 @@ class Parking:
         if self.store is None or not (here.num_tokens or there.num_tokens):
             return None
         try:
-            if here.num_tokens >= there.num_tokens:
-                return KVCopy(here.num_tokens, self.store.read_blocks(here.block_ids))
-            return KVCopy(there.num_tokens, self.store.read_host_blocks(there.block_ids))
+            if here.num_tokens < there.num_tokens:
+                return KVCopy(there.num_tokens, self.store.read_host_blocks(there.block_ids))
+            state = None
+            if here.state >= 0:
+                if self.state_store is None:
+                    return None
+                state = self.state_store.read_states([here.state])[0]
+            return KVCopy(here.num_tokens, self.store.read_blocks(here.block_ids), state)
         except Exception as error:  # the store may be the user's own, or there is no memory for the copy
             _log.warning("parking: KV could not be copied (%s); only tokens are kept", reason_of(error))
             return None
@@ -236,7 +263,8 @@ class Parking:
         block_bytes = self.store.block_bytes if self.store is not None else 0
         is_long = self.num_short_tokens is not None and len(token_ids) > self.num_short_tokens
         form = sha256(f"{self.kv_format} long".encode()).hexdigest() if is_long else self.kv_format
-        return KVSpec(tuple(token_ids[:num_tokens]), self.scheduler.kv_cache.device.block_size, block_bytes, form)
+        block_size = self.scheduler.kv_cache.device.block_size
+        return KVSpec(tuple(token_ids[:num_tokens]), block_size, block_bytes, form, self.state_bytes)
 
     def take_weights(self, kv_format: str) -> None:
         """Keep only tokens of what is parked, as its KV was computed with other weights; the caller forgets blocks."""

@@ -36,14 +36,17 @@ _T = TypeVar("_T")
 _log = logging.getLogger("pagedcore")
 
 FORMAT: Final = "pagedcore session"
-VERSION: Final = 1
+VERSION: Final = 2
+_WITHOUT_STATE: Final = 1
+"""What a file says that has no state of recurrent layers, so that earlier versions can read it."""
 _KV_SUFFIX: Final = ".kv.safetensors"
 _DIGEST: Final = matching(r"[0-9a-f]{64}", "a digest")
 _MODEL: Final = {"architecture": matching(r"[\w.-]{1,64}", "a name"), "config": _DIGEST, "weights": _DIGEST}
 _MARK: Final[dict[str, FieldRule[Any]]] = {
     "id": _DIGEST, "number": integer(1, MAX_COUNT), "label": matching(r"[\w.:-]{0,64}", "a label")}
 _FORM: Final[dict[str, FieldRule[Any]]] = {
-    "block_size": integer(1, MAX_COUNT), "block_bytes": integer(1, MAX_COUNT), "kv_format": _DIGEST,
+    "block_size": integer(1, MAX_COUNT), "block_bytes": integer(0, MAX_COUNT), "kv_format": _DIGEST,
+    "state_bytes": integer(1, MAX_COUNT),
 }
 _REASON: Final = one_of("stop", "length", "abort", "error")
 _FIRST_PARAMS: Final = frozenset({
@@ -66,7 +69,7 @@ _FIELDS: Final = {
     "kv": {"num_tokens", "block_size", "block_bytes", "kv_format", "block_digests"},
     "adapter": {"digest", "name"},
 }
-_OPTIONAL: Final = {"params": _LATER_PARAMS.keys(), "body": {"adapter", "weights"}}
+_OPTIONAL: Final = {"params": _LATER_PARAMS.keys(), "body": {"adapter", "weights"}, "kv": {"state_bytes"}}
 """Fields that a file need not have."""
 _NUM_BASE_BYTES: Final = 2**16 + 12 * MAX_LARK_BYTES
 """At least what a file without tokens takes: twice the parameters, most of them biases, stop strings and a grammar, of
@@ -133,7 +136,7 @@ def write_session(path: Path, snapshot: SessionSnapshot) -> None:
             raise InvalidSessionFile("params, logits_processor", params.logits_processor, "None: a file has no code",
                                      "Ask the next turn without one, or write the tokens yourself.")
     body = _body_of(snapshot)
-    text = json.dumps({"format": FORMAT, "version": VERSION, "checksum": _checksum(body), "body": body})
+    text = json.dumps({"format": FORMAT, "version": _version_of(body), "checksum": _checksum(body), "body": body})
     if len(text) > MAX_SESSION_FILE_BYTES:
         raise InvalidSessionFile("bytes", len(text), f"at most {MAX_SESSION_FILE_BYTES}",
                                  "Log-probabilities of a long completion take most of them; the next turn frees them.")
@@ -222,7 +225,8 @@ def _body_of(snapshot: SessionSnapshot) -> dict[str, Any]:
 
 
 def _form_of(spec: KVSpec) -> dict[str, Any]:
-    return {"block_size": spec.block_size, "block_bytes": spec.block_bytes, "kv_format": spec.kv_format}
+    state = {"state_bytes": spec.state_bytes} if spec.state_bytes else {}
+    return {"block_size": spec.block_size, "block_bytes": spec.block_bytes, "kv_format": spec.kv_format, **state}
 
 
 def params_as_mapping(params: SamplingParams) -> dict[str, Any]:
@@ -246,6 +250,11 @@ def _checksum(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(body).encode()).hexdigest()
 
 
+def _version_of(body: Mapping[str, Any]) -> int:
+    """Return the first version that knows all that is in a body."""
+    return VERSION if isinstance(body["kv"], dict) and "state_bytes" in body["kv"] else _WITHOUT_STATE
+
+
 def _read_body(path: Path, max_bytes: int) -> Mapping[str, Any]:
     try:
         content = read_bounded(path, max_bytes)
@@ -261,8 +270,8 @@ def _read_body(path: Path, max_bytes: int) -> Mapping[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise InvalidSessionFile("format", f"{len(content)} bytes", f"JSON in UTF-8 that says {FORMAT!r}",
                                  is_described=True)
-    if type(version := document.get("version")) is not int or version != VERSION:
-        raise InvalidSessionFile("version", version, f"{VERSION}")
+    if type(version := document.get("version")) is not int or version not in (_WITHOUT_STATE, VERSION):
+        raise InvalidSessionFile("version", version, f"{_WITHOUT_STATE} or {VERSION}")
     body = _mapping(_exactly(document, "document"), "body")
     try:
         is_whole = _checksum(body) == document["checksum"]
@@ -271,6 +280,8 @@ def _read_body(path: Path, max_bytes: int) -> Mapping[str, Any]:
     if not is_whole:
         raise InvalidSessionFile("checksum", document["checksum"], "the digest of its own contents",
                                  "The file was changed or damaged; export the session again.")
+    if version != _version_of(body):
+        raise InvalidSessionFile("version", version, f"{_version_of(body)} for what it has")
     return body
 
 
@@ -372,7 +383,7 @@ def _kv(
     """Return the KV if it is of use here; only a contradiction between digests and tokens refuses the file."""
     token_ids = history.token_ids if history is not None else ()
     num_tokens = _field(values, "num_tokens", integer(1, len(token_ids)))
-    form = {name: _field(values, name, rule) for name, rule in _FORM.items()}
+    form = {name: _field(values, name, rule) for name, rule in _FORM.items() if name in values}
     spec = describe_kv(token_ids, num_tokens, adapter)
     if form != _form_of(spec):
         _log.info("session file: its KV was made in another form than this engine's; it is computed again")

@@ -24,7 +24,7 @@ from pagedcore.errors import EngineClosed, QueueTimeout
 from pagedcore.protocols import RaggedRows
 from pagedcore.requests.output_processor import PendingOutput
 from scheduler_lives.clients import FAILURES, PROMPT_TOKENS, Client
-from scheduler_lives.faults import Faults, RudeObserver, SimBackend, SimTokenizer, silence
+from scheduler_lives.faults import Faults, RudeObserver, SimBackend, SimHybrid, SimTokenizer, silence
 from scheduler_lives.laws import SimulationFailure, failure_of, require
 from scheduler_lives.one_thread import Turns, one_thread
 from support.doubles import VOCAB_SIZE, FakeClock, toy_answer
@@ -38,7 +38,8 @@ class EngineSimulation:
     """One life, from an engine without callers to an engine without callers."""
 
     def __init__(
-        self, seed: int, has_faults: bool = False, has_formation: bool = False, has_drafts: bool = False
+        self, seed: int, has_faults: bool = False, has_formation: bool = False, has_drafts: bool = False,
+        keeps_states: bool = False,
     ) -> None:
         self.seed, self.has_faults, self.has_drafts = seed, has_faults, has_drafts
         self.rng = rng = random.Random(f"engine {seed}")
@@ -49,9 +50,12 @@ class EngineSimulation:
         self.trace: list[str] = []
         self.failures: list[str] = []
         self.clients: list[Client] = []
-        self.backend = SimBackend(rng, self.faults, self._in_step)
+        self.backend = (SimHybrid if keeps_states else SimBackend)(rng, self.faults, self._in_step)
         self.has_text = rng.random() < 0.5
         self.settings = self._draw_settings()
+        if isinstance(self.backend, SimHybrid):
+            self.backend.has_attention = seed % 4 > 0
+            self.settings["host_kv_memory"] = None
         if has_formation:
             self._draw_formation(random.Random(f"formation {seed}"))
         self.has_priorities = self.settings["scheduling_policy"] == "priority"

@@ -13,7 +13,7 @@ import numpy as np
 
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.protocols import FloatArray, RaggedRows
-from support.doubles import ToyBackend, ToyStore
+from support.doubles import KeepsToyStates, ToyBackend, ToyStore
 
 ARMED = 0.25
 FIRES = (0.01, 0.25)
@@ -78,6 +78,10 @@ class SimBackend(ToyBackend):
         if len(logits) and self.faults.fires("nan", 1):
             logits[self.rng.randrange(len(logits)), self.rng.randrange(self.vocab_size)] = np.nan
         return logits
+
+
+class SimHybrid(KeepsToyStates, SimBackend):
+    """The same with states."""
 
 
 class SimStore(ToyStore):

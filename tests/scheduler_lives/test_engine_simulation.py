@@ -11,6 +11,7 @@ import pytest
 
 from pagedcore.kv_cache.host_cache import HostCache
 from pagedcore.requests.request import Request
+from pagedcore.scheduler import chunk_ends
 from pagedcore.serving import stream
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
 from pagedcore.serving.stream import Stream, StreamReader
@@ -86,6 +87,19 @@ def test_callers_of_an_engine_with_a_short_context(monkeypatch: pytest.MonkeyPat
     for seed in range(400, 412):
         monkeypatch.setattr(ToyBackend, "num_short_tokens", 5 + seed % 4)
         EngineSimulation(seed, has_faults=seed % 2 == 1).run()
+
+
+def test_callers_of_an_engine_whose_model_keeps_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions, files, beams, candidates, drafts, failing and torn steps: no row begins from another one's state."""
+    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
+    num_found = num_accepted = 0
+    for seed in range(500, 520):
+        simulation = EngineSimulation(seed, has_faults=seed % 2 == 1, has_formation=seed % 3 == 0,
+                                      has_drafts=seed % 5 < 2, keeps_states=True).run()
+        stats = simulation.engine.stats()
+        num_found, num_accepted = num_found + stats.num_cached_tokens, num_accepted + stats.num_accepted_tokens
+    assert num_found > 0
+    assert num_accepted > 0
 
 
 def test_a_seed_leaves_the_same_trace_every_time() -> None:

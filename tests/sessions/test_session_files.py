@@ -181,7 +181,8 @@ def test_a_pool_with_little_room_takes_what_fits(files: Path) -> None:
 
 BAD_FIELDS: dict[str, Callable[[dict[str, Any]], None]] = {
     "another format": lambda file: file.update(format="pagedcore prompt"),
-    "another version": lambda file: file.update(version=2),
+    "another version": lambda file: file.update(version=3),
+    "a later version": lambda file: file.update(version=2),
     "no body": lambda file: file.update(body=[]),
     "no model": lambda file: file["body"].update(model=None),
     "a path as architecture": lambda file: file["body"]["model"].update(architecture="../../etc/passwd"),

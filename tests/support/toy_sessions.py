@@ -14,7 +14,9 @@ PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 BLOCK = 4 * ToyBackend.kv_bytes_per_token
 
 
-def make(num_host_blocks: int = 24, clock: FakeClock | None = None, **settings: Any) -> Engine:
+def make(
+    num_host_blocks: int = 24, clock: FakeClock | None = None, backend: ToyBackend | None = None, **settings: Any
+) -> Engine:
     """A small engine with a host tier."""
     defaults: dict[str, Any] = {
         "num_kv_blocks": 16, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 64,
@@ -23,7 +25,7 @@ def make(num_host_blocks: int = 24, clock: FakeClock | None = None, **settings: 
         "preemption": "swap",
         "check_invariants": True, "speculation": "off",
     }
-    return Engine(build_components(ToyBackend(), **{**defaults, **settings}), clock)
+    return Engine(build_components(backend or ToyBackend(), **{**defaults, **settings}), clock)
 
 
 def ask(session: Session, *prompt: int) -> int:

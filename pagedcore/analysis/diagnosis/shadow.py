@@ -1,7 +1,8 @@
 """Shadow tags: what every KV slot should hold, kept beside the memories, moved with the bytes, compared at every read.
 
 A tag is written when a step has computed its slot, follows the block through copies, swaps and files, and is compared
-with what the reading sequence expects before each forward. Blocks that are freed, or given to a new owner, are filled
+with what the reading sequence expects before each forward; a state of recurrent layers has the tag of its last
+position. Blocks that are freed, or given to a new owner, are filled
 with NaN, so that a kernel that reads them shows it. ``check_invariants=True`` builds this; no other engine imports it.
 """
 
@@ -18,12 +19,13 @@ import numpy.typing as npt
 from pagedcore.analysis.diagnosis.invariants import InvariantChecker, Violation
 from pagedcore.errors import InternalError
 from pagedcore.execution.model_runner import ModelRunner
+from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
 from pagedcore.sequence import Sequence
 
 if TYPE_CHECKING:
     from pagedcore.execution.sampler import SampledTokens
     from pagedcore.kv_cache.block_manager import BlockManager
-    from pagedcore.protocols import CacheStore
+    from pagedcore.protocols import CacheStore, StateStore
     from pagedcore.scheduler.plan import ScheduledRow
     from pagedcore.scheduler.scheduler import Scheduler
 
@@ -46,8 +48,9 @@ class ShadowTags:
     Invariant: the tags of a free block say that it holds nothing.
     """
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int, num_states: int = 0) -> None:
         self.block_size = block_size
+        self.states: Tags = np.full((num_states, 3), _NOTHING)
         self.device: Tags = np.full((num_blocks, block_size, 3), _NOTHING)
         self.host: Tags = np.full((num_host_blocks, block_size, 3), _NOTHING)
         self.violations: list[Violation] = []
@@ -83,6 +86,16 @@ class ShadowTags:
             self.violations.append(Violation(
                 "tags", f"sequence {sequence.sequence_id} reads position {place} in block {block}, "
                 f"which holds {_describe(found[place], wanted[place])}",
+            ))
+
+    def check_state(self, sequence: Sequence, state_id: int, end: int) -> None:
+        """Record a violation if a state is not that of a sequence's first ``end`` positions."""
+        found, wanted = self.states[state_id], self.expected(sequence, end - 1, end)[0]
+        is_known = found[0] in (_ANY_ROOT, wanted[0]) and (found[1:] == wanted[1:]).all()
+        if not is_known and found[1] != _FOREIGN[1]:
+            self.violations.append(Violation(
+                "tags", f"sequence {sequence.sequence_id} goes on at position {end} from state {state_id}, which is "
+                f"behind {_describe(found, wanted)}",
             ))
 
     def keep(self, sequence_ids: Iterable[int]) -> None:
@@ -191,6 +204,36 @@ class ShadowStore:
         return contents
 
 
+class ShadowStates:
+    """A ``StateStore`` that moves the tags with the bytes of another one, and poisons states."""
+
+    def __init__(self, store: StateStore, tags: ShadowTags) -> None:
+        self._store, self._tags = store, tags
+        self._read: dict[bytes, Tags] = {}
+
+    def read_states(self, state_ids: ListOf[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of states, and remember their tags until they are written again."""
+        contents = self._store.read_states(state_ids)
+        for state, state_id in zip(contents, state_ids, strict=True):
+            self._read[_digest(state)] = np.array([_ANY_ROOT, *self._tags.states[state_id, 1:]])
+        while len(self._read) > _MOST_READ:
+            del self._read[next(iter(self._read))]
+        return contents
+
+    def write_states(self, state_ids: ListOf[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Overwrite states; bytes that were read here have the same tags."""
+        self._store.write_states(state_ids, contents)
+        for state_id, state in zip(state_ids, contents, strict=True):
+            self._tags.states[state_id] = self._read.get(_digest(state), _FOREIGN)
+
+    def poison(self, state_ids: ListOf[int]) -> None:
+        """Fill states with NaN that hold something; their tags say that they hold nothing."""
+        dirty = [one for one in state_ids if self._tags.states[one, 1] != _NOTHING[1]]
+        if dirty:
+            self._store.write_states(dirty, np.full_like(self._store.read_states(dirty), _NAN))
+        self._tags.states[dirty] = _NOTHING
+
+
 def _digest(block: npt.NDArray[np.uint8]) -> bytes:
     return blake2b(block.tobytes(), digest_size=16).digest()
 
@@ -198,22 +241,38 @@ def _digest(block: npt.NDArray[np.uint8]) -> bytes:
 class ShadowRunner(ModelRunner):
     """A ``ModelRunner`` that compares the tags of what a step reads, and tags what it has computed."""
 
-    def __init__(self, runner: ModelRunner, tags: ShadowTags, store: ShadowStore | None) -> None:
+    def __init__(
+        self, runner: ModelRunner, tags: ShadowTags, store: ShadowStore | None, states: ShadowStates | None
+    ) -> None:
         self.__dict__.update(vars(runner))
-        self._tags, self._store = tags, store
+        self._tags, self._store, self._states = tags, store, states
 
     def execute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         """Compute ``rows``. Raises as ``ModelRunner.execute``, and ``InternalError`` before a wrong slot is read."""
         tables = [one.block_ids for one in block_manager.tables(row.sequence.sequence_id for row in rows)]
         for row, table in zip(rows, tables, strict=True):
             self._prepare(row, table)
+        written = self._prepare_states(rows, block_manager) if isinstance(block_manager, HybridBlocks) else []
         if self._tags.violations:
             raise InternalError("; ".join(one.what for one in self._tags.violations))
         sampled = super().execute(rows, block_manager)
         for row, table in zip(rows, tables, strict=True):
             tags = self._tags.expected(row.sequence, row.start, row.end, row.drafts)
             self._tags.write(table, row.start, tags, row.end)
+        for row, state_id in zip(rows, written, strict=False):
+            self._tags.states[state_id] = self._tags.expected(row.sequence, row.end - 1, row.end, row.drafts)[0]
         return sampled
+
+    def _prepare_states(self, rows: ListOf[ScheduledRow], blocks: HybridBlocks) -> list[int]:
+        """Check the states that a step reads; return those that it writes."""
+        written = [blocks.states.written[row.sequence.sequence_id] for row in rows]
+        for row in rows:
+            if row.start:
+                self._tags.check_state(row.sequence, blocks.states.current[row.sequence.sequence_id], row.start)
+        if self._states is not None:
+            self._states.poison(written)
+        self._tags.states[written] = _NOTHING
+        return written
 
     def _prepare(self, row: ScheduledRow, table: npt.NDArray[np.int32]) -> None:
         block_size = self._tags.block_size
@@ -228,9 +287,11 @@ class ShadowRunner(ModelRunner):
 class ShadowChecker(InvariantChecker):
     """Checks the laws and the tags after every step, and poisons what is free."""
 
-    def __init__(self, scheduler: Scheduler, tags: ShadowTags, store: ShadowStore | None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, tags: ShadowTags, store: ShadowStore | None, states: ShadowStates | None
+    ) -> None:
         super().__init__(scheduler)
-        self._tags, self._store = tags, store
+        self._tags, self._store, self._states = tags, store, states
 
     def check(self, *further: Violation) -> None:
         """Raise ``InternalError`` with every law that is broken now, and every wrong read since the last check."""
@@ -242,14 +303,19 @@ class ShadowChecker(InvariantChecker):
         self._tags.device[device] = _NOTHING
         if blocks.host is not None:
             self._tags.host[list(blocks.host.free_blocks)] = _NOTHING
+        if blocks.states is not None and self._states is not None:
+            self._states.poison(blocks.states.free_blocks)
         self._tags.keep(state.sequence_id for state in self._before.waiting + self._before.running)
 
 
 def shadow(
-    scheduler: Scheduler, store: CacheStore | None, runner: ModelRunner
-) -> tuple[CacheStore | None, ModelRunner, InvariantChecker]:
-    """Return the store and the runner with tags beside them, and what checks both after every step."""
+    scheduler: Scheduler, store: CacheStore | None, states: StateStore | None, runner: ModelRunner
+) -> tuple[CacheStore | None, StateStore | None, ModelRunner, InvariantChecker]:
+    """Return the stores and the runner with tags beside them, and what checks both after every step."""
     device, host = scheduler.kv_cache.device, scheduler.kv_cache.host
-    tags = ShadowTags(device.num_blocks, host.num_blocks, device.block_size)
+    num_states = device.states.num_states if isinstance(device, HybridBlocks) else 0
+    tags = ShadowTags(device.num_blocks, host.num_blocks, device.block_size, num_states)
     shadowed = ShadowStore(store, tags) if store is not None else None
-    return shadowed, ShadowRunner(runner, tags, shadowed), ShadowChecker(scheduler, tags, shadowed)
+    shadowed_states = ShadowStates(states, tags) if states is not None else None
+    return (shadowed, shadowed_states, ShadowRunner(runner, tags, shadowed, shadowed_states),
+            ShadowChecker(scheduler, tags, shadowed, shadowed_states))
