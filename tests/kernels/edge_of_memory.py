@@ -18,11 +18,13 @@ import numpy.typing as npt
 import torch
 
 from kernels.attention_cases import Rows, Shape, Tokens, random_tables, run
+from kernels.state_cases import Case, Convolution, DeltaRule, Mamba1, Mamba2, Recurrence, StateRows
 from pagedcore_kernels import step_plan as plan_module
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
+from pagedcore_kernels.cpu.recurrence.states import RecurrentStates
 
 GUARD_BYTES = 1 << 22
 """Bytes behind an array that no kernel may touch."""
@@ -40,11 +42,18 @@ GROUPED_PRODUCTS = [(rows, *shape) for rows in (1, 4, 5, 70) for shape in ((70, 
 """Rows, outputs, inputs and groups."""
 GROUPED_KINDS = [(4, False), (8, False), (4, True)]
 """Bits of weights, and whether rows become int8."""
+RECURRENCES = [
+    Convolution(torch.bfloat16, 20, 3, "none"), DeltaRule(torch.float32), DeltaRule(torch.float32, 1, 3, 24, 20),
+    DeltaRule(torch.bfloat16, per_channel=True), Mamba2(torch.float32), Mamba1(torch.float32, 37, 5),
+]  # fmt: skip
+"""Compiled by other tests too."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def start(what: str) -> subprocess.CompletedProcess[str]:
-    """Run this program; ``what`` is "attention", "products", "int8 products" or "grouped products"."""
+    """Run this program; ``what`` is "attention", "products", "int8 products", "grouped products" or
+    "recurrences".
+    """
     root = Path(__file__).parents[2]
     paths = os.pathsep.join(str(root / part) for part in ("", "kernels", "tests"))
     command = [sys.executable, "-m", "kernels.edge_of_memory", what]
@@ -161,8 +170,29 @@ def multiply_grouped(
     return out
 
 
+def advance(recurrence: Recurrence) -> torch.Tensor:
+    """Compute a step of three rows; everything that the kernel is given ends where memory ends."""
+    case = Case(recurrence, (5, 1, 9), RecurrentStates)
+    apart, states = torch.cat(case.whole(padding=0)), case.states()[:3].clone()
+    given = {name: torch.cat([one[name] for one in case.sequences]) for name in case.sequences[0]} | case.weights
+    case.pool = tensor_before_the_edge(case.pool[:3])
+    backend = RecurrentStates(recurrence.layout, case.pool)
+    backend._zeros, backend._signs = (tensor_before_the_edge(one) for one in (backend._zeros, backend._signs))
+    backend._arrays.keep = lambda name, array: kept.setdefault(name, before_the_edge(array)).ctypes.data  # type: ignore[method-assign]
+    kept: dict[str, npt.NDArray[Any]] = {}
+    backend.plan(StateRows([5, 1, 9], [-1, -1, -1], [0, 1, 2]))
+    out = tensor_before_the_edge(apart)
+    # Why layer 2: its part is the last one of a state.
+    recurrence.call_to(out, backend, 2, 0, {name: tensor_before_the_edge(x) for name, x in given.items()})
+    assert torch.equal(out, apart)
+    assert torch.equal(recurrence.layout.view(case.pool, 2, 0), states)
+    return out
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "grouped products":
+    if sys.argv[1] == "recurrences":
+        print(*(advance(one).shape for one in RECURRENCES))
+    elif sys.argv[1] == "grouped products":
         print(*(multiply_grouped(bits, *sizes, quantizes_rows=quantizes_rows).shape
                 for bits, quantizes_rows in GROUPED_KINDS for sizes in GROUPED_PRODUCTS))  # fmt: skip
     elif sys.argv[1] == "int8 products":
