@@ -1,6 +1,7 @@
 """KV blocks in the memory of a GPU, and the pinned host slab that they are swapped to, moved by its copy engines.
 
-Transfers run beside the computation and are polled without waiting. Owns the order between the two: a transfer begins
+Transfers run beside the computation and are polled without waiting; the runs of neighbours of one are one call of the
+driver, where it has such a call. Owns the order between the two: a transfer begins
 after everything that was computed before it was started, and is reported when its bytes are there. ``kv_pool`` does
 the same on a CPU.
 """
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from pagedcore.errors import InvalidConfig
+from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore.execution.cuda_streams import EngineStream
 from pagedcore.execution.kv_pool import BlockPairs, KVPool
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pagedcore_kernels.cuda.copies import BatchCopies
     from pagedcore_kernels.layout import BlockLayout
 
 Unpin = Callable[[], None]
@@ -38,11 +40,23 @@ class CudaCopies:
         self._device = device
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
+    @property
+    def handle(self) -> int:
+        """What the driver calls the stream."""
+        return int(self._stream.cuda_stream)
+
     def start(self, copy: Callable[[], None]) -> torch.cuda.Event:
         """Queue what ``copy`` does behind the work that is on the current stream, and return its end."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            copy()
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                copy()
+        except BaseException:
+            # Safety: blocks of a copy that failed are used again, and a part of it may be on its way.
+            with suppress(RuntimeError):  # a GPU that has failed orders nothing
+                current.wait_stream(self._stream)
+            raise
         event: torch.cuda.Event = self._stream.record_event()
         return event
 
@@ -56,10 +70,14 @@ class CudaKVPool(KVPool):
 
     def __init__(self, layout: BlockLayout, num_blocks: int, stream: EngineStream) -> None:
         """Allocate the pool, on the stream that computes with it; see ``KVPool``."""
+        # Why here: an engine on a CPU does without the driver's modules.
+        from pagedcore_kernels.cuda.copies import find_batch_copies
+
         with stream.current():
             super().__init__(layout, num_blocks, stream.device)
         # Why two: a bus has two directions.
         self._stream, self._outgoing, self._incoming = stream, CudaCopies(stream.device), CudaCopies(stream.device)
+        self._batches: BatchCopies | None = find_batch_copies()
         self._in_flight: list[tuple[int, torch.cuda.Event]] = []
         self._end_pinning: Callable[[], object] | None = None
 
@@ -112,6 +130,10 @@ class CudaKVPool(KVPool):
         runs = list(_runs(pairs))
 
         def copy() -> None:
+            if len(runs) > 1 and self._batches is not None:
+                if self._batches.copy(_pieces(runs, source, destination), copies.handle):
+                    return
+                self._batches = None
             for here, there, count in runs:
                 destination[there : there + count].copy_(source[here : here + count], non_blocking=True)
 
@@ -125,6 +147,22 @@ def _runs(pairs: BlockPairs) -> Iterator[tuple[int, int, int]]:
     for _, run in groupby(enumerate(pairs), key=lambda item: (item[1][0] - item[0], item[1][1] - item[0])):
         first, *others = (pair for _, pair in run)
         yield *first, 1 + len(others)
+
+
+def _pieces(
+    runs: Sequence[tuple[int, int, int]], source: torch.Tensor, destination: torch.Tensor
+) -> list[tuple[int, int, int]]:
+    """Return the addresses and bytes of runs of blocks; both tensors are [blocks, block_bytes].
+
+    Raises:
+        InternalError: a run is beyond one of them.
+    """
+    # Safety: the driver copies raw memory.
+    if any(min(here, there) < 0 or here + count > len(source) or there + count > len(destination)
+           for here, there, count in runs):
+        raise InternalError(f"transfer: blocks {runs[:3]} of {len(source)} and {len(destination)}")
+    size, begins = source.stride(0), (source.data_ptr(), destination.data_ptr())
+    return [(begins[0] + here * size, begins[1] + there * size, count * size) for here, there, count in runs]
 
 
 def _unpin(unpin: Unpin, in_flight: list[tuple[int, torch.cuda.Event]], slab: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,17 +16,25 @@ from pagedcore.errors import InternalError
 from pagedcore.execution.cuda_kv_pool import CudaKVPool, _runs
 from pagedcore.execution.cuda_streams import EngineStream
 from pagedcore_kernels.layout import LayerShape, TokenMajorLayout
+from virtual_gpu.driver_api import DriverApi
 from virtual_gpu.machine import Event, Machine
 from virtual_gpu.torch_cuda import virtual_gpus
 
 LAYOUT = TokenMajorLayout(4, torch.bfloat16, (LayerShape(1, 16, 16),))
 
 
-@pytest.fixture(autouse=True)
-def gpus() -> Iterator[Machine]:
-    """Where the pools are."""
+@pytest.fixture(autouse=True, params=["batches", "single copies"])
+def gpus(request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """Where the pools are: GPUs whose driver has a call for many copies, and others."""
     with virtual_gpus() as machine:
-        yield machine
+        api = DriverApi(machine, 13000 if request.param == "batches" else 12090)
+        APIS.append(api)
+        with patch("pagedcore_kernels.cuda.driver._bindings", lambda: api):
+            yield machine
+        APIS.remove(api)
+
+
+APIS: list[DriverApi] = []
 
 
 def filled(num_blocks: int) -> CudaKVPool:
@@ -104,6 +113,81 @@ def test_neighbours_are_copied_together(pairs: list[tuple[int, int]]) -> None:
     assert [(here + i, there + i) for here, there, count in runs for i in range(count)] == pairs
     assert len(runs) <= len(pairs)
     assert len(pairs) < 6 or len(runs) == 3
+
+
+SCATTERED = [(3, 5), (4, 6), (1, 0), (7, 2)]
+
+
+def test_runs_are_one_call_where_the_driver_has_it(gpus: Machine) -> None:
+    """Runs that are apart are one batch, and no copy of torch's; without the call they are a copy each. The host waits
+    for neither."""
+    storage, (api,) = filled(8), APIS
+    torch.cuda.synchronize()
+    gpus.counts.clear()
+    storage.start_swap_out(1, SCATTERED)
+    assert (gpus.counts["batches of copies"], gpus.counts["copies to the host"]) == (
+        (1, 0) if api.version == 13000 else (0, 3))
+    assert gpus.counts["waits"] == 0
+    assert storage.poll_transfers(wait=True) == [(1, True)]
+    assert storage.read_host_blocks([5, 6, 0, 2])[:, -1].tolist() == [3, 4, 1, 7]
+
+
+def test_a_driver_that_says_no_is_asked_once() -> None:
+    """One that has the call and does not support it is not asked again, and copies are made one by one."""
+    storage, (api,) = filled(8), APIS
+    api.copy_status = 801
+    for number in range(2):
+        storage.start_swap_out(number, SCATTERED)
+    assert storage.poll_transfers(wait=True) == [(0, True), (1, True)]
+    assert api.calls["cuMemcpyBatchAsync"] == (api.version == 13000)
+    assert storage.read_host_blocks([2])[0, 0] == 7
+
+
+@pytest.mark.parametrize("status", [1, 2, 400, 719])
+def test_a_batch_that_fails_is_told(status: int) -> None:
+    """The call raises with the driver's status, the transfer is not reported, and the next one is made."""
+    storage, (api,) = filled(8), APIS
+    if api.version < 13000:
+        return
+    api.copy_status = status
+    with pytest.raises(InternalError, match=f"3 copies failed with status {status}"):
+        storage.start_swap_out(0, SCATTERED)
+    api.copy_status = 0
+    storage.start_swap_out(1, SCATTERED)
+    assert storage.poll_transfers(wait=True) == [(1, True)]
+
+
+def test_what_was_queued_of_a_failed_transfer_comes_before_later_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a transfer that broke off are used again: what is computed in them afterwards stays."""
+    storage, copies = filled(8), torch.Tensor.copy_
+    storage.start_swap_out(0, [(6, 6), (7, 7), (2, 1)])
+    assert storage.poll_transfers(wait=True) == [(0, True)]
+    storage._batches, made = None, []
+
+    def failing(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        made.append(self)
+        if len(made) == 2:
+            raise RuntimeError("no more")
+        return copies(self, source, non_blocking=non_blocking)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "copy_", failing)
+        with pytest.raises(RuntimeError, match="no more"):
+            storage.start_swap_in(1, [(6, 0), (1, 4)])
+    storage.pool[0] = 77
+    assert storage.pool[0].tolist() == [77] * LAYOUT.block_bytes
+    torch.cuda.synchronize()
+    assert storage.pool[0].tolist() == [77] * LAYOUT.block_bytes
+
+
+@pytest.mark.parametrize("pairs", [[(3, 5), (1, 8)], [(8, 1), (2, 5)], [(-1, 1), (2, 5)]])
+def test_blocks_that_are_not_there_are_not_copied(pairs: list[tuple[int, int]]) -> None:
+    """The driver would copy whatever memory it is told of."""
+    storage, (api,) = filled(8), APIS
+    if api.version == 13000:
+        with pytest.raises(InternalError, match="of 8 and 8"):
+            storage.start_swap_out(0, pairs)
+    assert api.calls["cuMemcpyBatchAsync"] == 0
 
 
 @pytest.mark.parametrize("is_released", [True, False])

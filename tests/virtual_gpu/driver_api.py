@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -73,8 +74,10 @@ class DriverApi:
         version: of the driver, 1000 times the major and 10 times the minor number.
     """
 
-    CUdevice_attribute = CUfunction_attribute = _Attribute()
-    CUstream = int
+    CUdevice_attribute = CUfunction_attribute = CUmemcpySrcAccessOrder = _Attribute()
+    CUmemcpyFlags = SimpleNamespace(CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE=1)
+    CUmemcpyAttributes = SimpleNamespace
+    CUstream = CUdeviceptr = int
 
     def __init__(self, machine: Machine, version: int = 13000) -> None:
         self._machine, self.version = machine, version
@@ -85,6 +88,8 @@ class DriverApi:
         self.modules: list[Module] = []
         self.launch_status = 0
         """What the next launches return instead of being made; 700 and above end the context."""
+        self.copy_status = 0
+        """What the next batches of copies return instead of being made."""
 
     @property
     def _context(self) -> Context:
@@ -198,6 +203,40 @@ class DriverApi:
                 raise IllegalAddress(str(fault)) from fault
 
         queue.enqueue(Item(run, name))
+        return (0,)
+
+
+    def cuMemcpyBatchAsync(
+        self, destinations: list[int], sources: list[int], sizes: list[int], count: int, attributes: list[Any],
+        starts: list[int], num_attributes: int, stream: int,
+    ) -> tuple[int]:
+        machine, context = self._machine, self._context
+        self.calls["cuMemcpyBatchAsync"] += 1
+        if self.copy_status or not int(context):
+            return (self.copy_status or INVALID_CONTEXT,)
+        queue = machine.stream_of_handle(stream, context.index)
+        if queue is None or stream == 0:
+            return (INVALID_HANDLE,)
+        order = [one.srcAccessOrder for one in attributes]
+        if starts != [0] or num_attributes != 1 or {len(destinations), len(sources), len(sizes)} != {count} or (
+                order not in (["CU_MEMCPY_SRC_ACCESS_ORDER_STREAM"], [1])):
+            return (INVALID_VALUE,)
+        machine.counts["batches of copies"] += 1
+        memory = memory_of(machine, context.index)
+        try:
+            pieces = [(_resolved(machine, memory, int(to), "copy"), _resolved(machine, memory, int(of), "copy"), size)
+                      for to, of, size in zip(destinations, sources, sizes, strict=True)]
+        except IllegalAddress:
+            return (INVALID_VALUE,)
+        if any(size > min(len(to), len(of)) for to, of, size in pieces):
+            return (INVALID_VALUE,)
+        shuffled = np.random.default_rng(count).permutation(count).tolist()
+
+        def run() -> None:
+            for to, of, size in map(pieces.__getitem__, shuffled):
+                to[:size] = of[:size]
+
+        queue.enqueue(Item(run, "copies"))
         return (0,)
 
 

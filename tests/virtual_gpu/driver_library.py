@@ -16,18 +16,24 @@ from contextlib import contextmanager
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 from kernels.cuda import simulated_driver
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import PagedcoreError
+from pagedcore.execution.cuda_kv_pool import CudaKVPool
+from pagedcore.execution.cuda_streams import EngineStream
 from pagedcore.sampling_params import SamplingParams
 from pagedcore_kernels.cuda.build.compiler import entry_of, link
 from pagedcore_kernels.cuda.build.images import KernelImage
 from pagedcore_kernels.cuda.build.library import KernelLibrary
 from pagedcore_kernels.cuda.build.toolchain import compiler_versions
+from pagedcore_kernels.layout import LayerShape, TokenMajorLayout
 from virtual_gpu.driver_api import Context, DriverApi
 from virtual_gpu.machine import Machine
 from virtual_gpu.torch_cuda import virtual_gpus
@@ -47,6 +53,7 @@ _TYPES: dict[str, tuple[Any, ...]] = {
     "cuModuleGetFunction": (_ADDRESS, c_void_p, c_char_p), "cuFuncSetAttribute": (c_void_p, c_int, c_int),
     "cuOccupancyMaxActiveBlocksPerMultiprocessor": (_NUMBER, c_void_p, c_int, c_size_t),
     "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
+    "cuMemcpyBatchAsync": (*[c_void_p] * 3, c_size_t, *[c_void_p] * 2, c_size_t, c_void_p),
 }
 """The types of the driver's functions, what they return by address first."""
 
@@ -120,6 +127,13 @@ class DriverLibrary:
     def cuLaunchKernel(self, function: int, *more: Any) -> Any:
         return self.api.cuLaunchKernel(self._objects[function], *more)
 
+    def cuMemcpyBatchAsync(self, to: int, of: int, sizes: int, count: int, attributes: int, starts: int,
+                           num_attributes: int, stream: int) -> Any:
+        numbers = [(c_size_t * count).from_address(one)[:] for one in (to, of, sizes)]
+        order = SimpleNamespace(srcAccessOrder=c_int.from_address(attributes).value)
+        firsts = (c_size_t * num_attributes).from_address(starts)[:]
+        return self.api.cuMemcpyBatchAsync(*numbers, count, [order], firsts, num_attributes, stream)
+
 
 @contextmanager
 def gpus_below(library: DriverLibrary, version: int = 13000) -> Iterator[DriverApi]:
@@ -164,6 +178,19 @@ def after_status(library: DriverLibrary, status: int) -> list[str]:
     return said
 
 
+def moved(api: DriverApi) -> list[list[int]]:
+    """The first bytes of blocks that went to the host and back, scattered, and how many calls that took."""
+    pool = CudaKVPool(
+        TokenMajorLayout(4, torch.bfloat16, (LayerShape(1, 16, 16),)), 6, EngineStream(torch.device("cuda", 0)))
+    pool.allocate_host(6)
+    pool.pool.copy_(torch.arange(6, dtype=torch.uint8)[:, None].expand_as(pool.pool))
+    pool.start_swap_out(0, [(5, 0), (1, 3), (2, 4)])
+    pool.start_swap_in(1, [(0, 1), (3, 0), (4, 5)])
+    while len(pool.poll_transfers(wait=True)) < 2:
+        pass
+    return [pool.read_blocks(range(6))[:, -1].tolist(), [api.calls["cuMemcpyBatchAsync"]]]
+
+
 def main(path: str, ptx_cache: str) -> None:
     """Build the library at a path, and try everything."""
     subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", path, str(SOURCE)], check=True)
@@ -172,6 +199,8 @@ def main(path: str, ptx_cache: str) -> None:
     with gpus_below(library) as api, demo_engine() as engine:
         found["right"], found["launched"] = answered(engine, 3), sorted(api.launched)
         found["graphs"] = api._machine.counts["graph launches"]
+    with gpus_below(library) as api:
+        found["moved"] = moved(api)
     found["statuses"] = {status: after_status(library, status) for status in STATUSES}
     with gpus_below(library, 12040):
         try:

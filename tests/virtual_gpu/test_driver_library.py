@@ -39,6 +39,11 @@ def test_the_demo_model_answers_over_real_bindings(found: dict[str, Any]) -> Non
     assert found["graphs"] > 3
 
 
+def test_blocks_move_by_batches_of_copies(found: dict[str, Any]) -> None:
+    """Scattered blocks go to the host and back, each way by one call of the real bindings."""
+    assert found["moved"] == [[1, 5, 2, 3, 4, 2], [2]]
+
+
 @pytest.mark.parametrize("status", [2, 201, 209])
 def test_what_a_launch_cannot_do_ends_its_requests(status: int, found: dict[str, Any]) -> None:
     """No memory, no context, no image for this GPU: the next request, whose launches are made, is answered."""
