@@ -97,6 +97,7 @@ class Record:
 
 def share_out(
     chances: Sequence[Chances], rooms: Sequence[int], room: int, *, num_sampled: int, seconds: Sequence[float],
+    again_s: float = 0.0,
 ) -> list[int]:
     """Return how many drafts each sequence should have, so that the tokens of the step per second are most.
 
@@ -109,6 +110,8 @@ def share_out(
         room: the most of all together.
         num_sampled: tokens that the step draws without drafts.
         seconds: what it takes without drafts, with one, and so on, up to ``room`` or as many as are of use.
+        again_s: what a token takes that has to be computed again, if all tokens of a row are whose drafts were not all
+            right.
     """
     counts, order = [0] * len(chances), list[int]()
     tokens, spent, best, num_best = float(num_sampled), 0.0, num_sampled / seconds[0], 0
@@ -120,8 +123,10 @@ def share_out(
         if likely < _LEAST_LIKELY:
             break
         order.append(place)
+        # Why: if this is the first draft that is wrong, the token before it and the right ones are computed again.
+        wrong = (likely / chances[place].further if counts[place] else 1.0) - likely
         counts[place] += 1
-        tokens, spent = tokens + likely, spent + chances[place].each_s
+        tokens, spent = tokens + likely, spent + chances[place].each_s + again_s * counts[place] * wrong
         # Why not the first that is worth nothing: one that needs another tile of rows pays for those behind it.
         if (rate := tokens / (seconds[len(order)] + spent)) > best:
             best, num_best = rate, len(order)

@@ -597,8 +597,8 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         return EngineStats(
             **asdict(self.scheduler.stats()),
             **counts,
-            block_size=info.block_size,
-            kv_bytes=kv_bytes,
+            block_size=info.block_size, kv_bytes=kv_bytes,
+            state_bytes=self.components.memory.states.num_bytes,
             swapped_out_bytes=moved.num_blocks_swapped_out * block_bytes,
             swapped_in_bytes=moved.num_blocks_swapped_in * block_bytes,
             max_num_seqs=info.max_num_seqs,

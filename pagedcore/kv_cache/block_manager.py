@@ -129,6 +129,10 @@ class BlockManager(BlockMemory):
             match = match.extended_by(match_in(self.hasher, sequence, host))
         return match if self.copies_blocks else match.without_tail(self.block_size)
 
+    def state_counts(self) -> dict[str, int]:
+        """Return what statistics say of states; nothing for a model that keeps none."""
+        return {}
+
     def find(self, sequence: Sequence, num_tokens: int) -> FoundBlocks:
         """Find what the device holds of exactly the first ``num_tokens`` positions of a sequence."""
         return find_blocks(self.hasher, sequence, num_tokens, self.cache)

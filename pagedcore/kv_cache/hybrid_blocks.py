@@ -48,6 +48,12 @@ class HybridBlocks(BlockManager):
         self.cache.forget_state = self.states.forget
         self._to_keep, self._unsettled = set(), {}
 
+    def state_counts(self) -> dict[str, int]:
+        """Return how many state blocks there are, are held, are kept, and were evicted."""
+        states = self.states
+        return {"num_states": states.num_states, "num_states_used": states.num_used,
+                "num_states_kept": states.num_kept, "num_states_evicted": states.num_evictions}
+
     def match(self, sequence: Sequence, host: PrefixCache | None = None) -> PrefixMatch:
         """Find the longest beginning of a sequence whose KV and state the device holds."""
         with_tail: PrefixMatch | None = None

@@ -19,6 +19,8 @@ class EngineStats(SchedulerStats):
 
     block_size: int
     kv_bytes: int
+    state_bytes: int = 0
+    """Of all state blocks, which are beside the KV pool."""
     num_steps: int
     num_rows: int
     """Rows computed, summed over all steps."""

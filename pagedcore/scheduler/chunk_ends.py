@@ -16,6 +16,7 @@ from itertools import chain
 from typing import Final
 
 from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.kv_cache.reservation import Demand
 from pagedcore.scheduler.plan_state import PlanState
@@ -25,6 +26,11 @@ LEAST_SAVED: Final = 128
 """Tokens that a state has to save, of all that are known to begin from it, to be worth a cut."""
 NUM_COMPARED: Final = 256
 """Waiting sequences whose prompts are compared; those behind them have their turn when they are nearer."""
+
+
+def kind_of_plan(kv_cache: KVCacheManager) -> type[PlanState]:
+    """Return what plans over a cache are made on."""
+    return HybridPlanState if kv_cache.device.keeps_states else PlanState
 
 
 class HybridPlanState(PlanState):

@@ -58,6 +58,12 @@ class DraftCosts:
         self._steps = steps
         self._sizes: dict[int, _Size] = {}
 
+    @property
+    def again_s(self) -> float:
+        """Seconds of a token that is computed once more, beside those of a step that takes place anyway."""
+        times = self._steps.times_now()
+        return times.prefill_token_s + times.kv_token_s
+
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
         """Learn that a step of so many rows and drafts, and nothing else, took so long."""
         size, (first, last) = self._sizes.setdefault(_size_of(num_rows), _Size()), _alike(num_rows + num_drafts)

@@ -145,6 +145,11 @@ class Scheduler:
                 raise InternalError(f"add_sequences: sequence {sequence.sequence_id} is {sequence.status.value}")
             self._require_fit(sequence.num_prompt_tokens + sequence.max_tokens)
         self.queues.push(*sequences)
+        if self._is_hybrid:
+            # Why now: plans compare the keys of all that wait, and shall not have to make a long queue's at once.
+            for one in sequences:
+                size, keys = self._blocks.block_size, one.block_keys
+                self._blocks.hasher.extend(keys, one.block_root, one.token_ids, one.num_prompt_tokens // size)
         # Why: a session's turn whose blocks are pinned on the host keeps them from others while it waits.
         if self.waiting.gated and (pinned := [one for one in sequences if one.sequence_id in self.kv_cache.host.pins]):
             self.waiting.open_gate(*pinned)

@@ -220,7 +220,7 @@ class Speculation:
         for one in offers:
             one.room = min(one.room, num_allowed(state, one.row))
         counts = share_out([one.chances for one in offers], [one.room for one in offers], room, num_sampled=len(rows),
-                           seconds=seconds)
+                           seconds=seconds, again_s=self.costs.again_s if state.blocks.keeps_states else 0.0)
         self._of_model = set()
         for one, count in zip(offers, counts, strict=True):
             # Why again: rows before this one may have taken the blocks.

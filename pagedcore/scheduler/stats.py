@@ -84,6 +84,14 @@ class SchedulerStats:
     """Those of them that did follow: each is a token of a completion beyond the one that a row has in any case."""
     preemption_estimate_error: float
     """Mean relative error of the estimates that preemptions were chosen by, 0 to 1."""
+    num_states: int = 0
+    """State blocks of a model with recurrent layers; so are the next three, and 0 for others."""
+    num_states_used: int = 0
+    """Those of sequences that run."""
+    num_states_kept: int = 0
+    """Those from which a sequence with the same beginning can start."""
+    num_states_evicted: int = 0
+    """Kept ones that were evicted for others since the start."""
 
     @classmethod
     def of(
@@ -104,7 +112,7 @@ class SchedulerStats:
             num_stalled_rows=counters.num_stalled_rows, num_failed_transfers=counters.num_failed_transfers,
             num_looked_up_tokens=counters.num_looked_up_tokens, num_cached_tokens=counters.num_cached_tokens,
             num_drafted_tokens=counters.num_drafted_tokens, num_accepted_tokens=counters.num_accepted_tokens,
-            preemption_estimate_error=costs.mean_relative_error,
+            preemption_estimate_error=costs.mean_relative_error, **device.state_counts(),
         )
 
     @property

@@ -36,6 +36,27 @@ def test_no_other_shares_are_faster() -> None:
         assert abs(rate(chances, counts, sampled, step_s, row_s) - best) < 1e-9
 
 
+def test_what_is_computed_again_after_a_wrong_draft_is_part_of_its_cost() -> None:
+    """Where a row with a wrong draft is computed again, the number of drafts of a sequence is the one with most tokens
+    a second, counting over every place of the first wrong one."""
+    rng, numbers = random.Random(1), set()
+    for _ in range(300):
+        one, row_s = Chances(rng.random(), rng.random()), rng.choice([0.01, 0.05])
+        again_s = rng.choice([0.0, 0.05, 0.2])
+
+        def rate_of(count: int, one: Chances = one, row_s: float = row_s, again_s: float = again_s) -> float:
+            right = [1.0, *(one.first * one.further**place for place in range(count))]
+            again = sum((right[wrong] - right[wrong + 1]) * (wrong + 1) for wrong in range(count))
+            return sum(right) / (1.0 + row_s * count + again_s * again)
+
+        [count] = share_out([one], [6], 6, num_sampled=1, seconds=costs(1.0, row_s), again_s=again_s)
+        # Why: what is hardly likely is not looked at.
+        looked_at = [0, *(most for most in range(1, 7) if one.first * one.further ** (most - 1) >= 0.02)]
+        assert rate_of(count) == max(map(rate_of, looked_at))
+        numbers.add((again_s, count))
+    assert len(numbers) > 9
+
+
 def test_a_full_batch_has_no_drafts() -> None:
     """As a step fills up, and a row costs what a token does, fewer drafts are worth it, and at last none."""
     sums = []

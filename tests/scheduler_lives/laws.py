@@ -9,8 +9,8 @@ import numpy as np
 
 from pagedcore.analysis.diagnosis.invariants import Snapshot
 from pagedcore.kv_cache.memory_snapshot import Known
+from pagedcore.scheduler.chunk_ends import kind_of_plan
 from pagedcore.scheduler.plan import SchedulePlan
-from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.sequence import Sequence, long_root
@@ -107,7 +107,7 @@ def require_alternation(plan: SchedulePlan, scheduler: Scheduler, last_phase: st
         return
     other = replace(scheduler.rules, phase="prefill" if phase == "decode" else "decode")
     queues = scheduler.running.sequences, scheduler.waiting.startable()
-    state = PlanState(other, scheduler.kv_cache, *queues)
+    state = kind_of_plan(scheduler.kv_cache)(other, scheduler.kv_cache, *queues)
     missed = StepPlanner(state, may_wait=True, view=scheduler.queues.view).plan()
     require(not missed.rows and not missed.moves_blocks, f"{phase} twice in a row, although {other.phase} was possible")
 

@@ -24,8 +24,8 @@ from pagedcore.analysis.quotes.forecast import Bounds, Forecast, Job
 from pagedcore.outputs import Interval, Quote
 from pagedcore.requests.observers import EngineObserver
 from pagedcore.requests.request import Request
+from pagedcore.scheduler.chunk_ends import kind_of_plan
 from pagedcore.scheduler.plan import SchedulePlan
-from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.policy_queues import least_tokens
 from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.sequence import Sequence
@@ -230,7 +230,8 @@ class QuoteBook(EngineObserver):
         numbers, opens_s = [one.sequence_id for one in sequences], self._opens_s(sequences)
         gated = frozenset((*queues.waiting.gated, *numbers) if opens_s > 0.0 else ())
         startable = [one for one in waiting if one.sequence_id not in gated]
-        state = PlanState(rules, self._scheduler.kv_cache, queues.running.sequences, startable)
+        kv_cache = self._scheduler.kv_cache
+        state = kind_of_plan(kv_cache)(rules, kv_cache, queues.running.sequences, startable)
         plan = StepPlanner(state, may_wait=True, view=queues.view).plan()
         # Why: where a queue stands, others come behind this request, and steps do not become shorter.
         usual_s = self.usual_s if len(waiting) > len(sequences) else 0.0
