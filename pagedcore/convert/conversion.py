@@ -49,7 +49,7 @@ from pagedcore.models.checkpoints.sentence_files import (
 )
 from pagedcore.models.checkpoints.shipped_code import AUTO_MAP
 from pagedcore.models.checkpoints.stored_experts import (
-    PARTS,
+    expert_parts,
     layers_of_experts,
     require_last_experts,
     shapes_of_expert,
@@ -326,7 +326,7 @@ def _reader(model: nn.Module, files: TensorFiles | GGUFSource) -> Read:
         parent, _, last = name.rpartition(".")
         if last.isdigit():
             experts, _, kind = parent.rpartition(".")
-            layers = [f"{experts}.{last}.{part}" for part in PARTS[kind]]
+            layers = [f"{experts}.{last}.{part}" for part in expert_parts(model.get_submodule(experts))[kind]]
             return torch.cat([files.expect(f"{one}.weight", shapes[one], *FLOATS).to(dtype) for one in layers])
         tensor = tensors[name]
         return files.expect(first_names[id(tensor)], tuple(tensor.shape), *FLOATS).to(tensor.dtype)

@@ -154,7 +154,7 @@ def _products_of(model: Any) -> tuple[dict[str, PackedLinear], set[str]]:
             wholes[id(module.whole)] = module.whole
     for name, module in model.named_modules():
         if isinstance(module, PackedExperts):
-            for part, each in (("gate_up_proj", module.gate_up), ("down_proj", module.down)):
+            for part, each in zip(module.names, (module.gate_up, module.down), strict=True):
                 covered.add(f"{name}.{part}")
                 for number, one in enumerate(each):
                     parts[id(one)], wholes[id(one)] = [(0, f"{name}.{part}.{number}")], one

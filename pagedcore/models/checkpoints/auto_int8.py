@@ -17,7 +17,7 @@ from torch import nn
 
 from pagedcore.config.schemes import scheme_of
 from pagedcore.models.checkpoints.product_rows import AT_ONCE, Product, Read, find_products, weights_of
-from pagedcore.models.checkpoints.stored_experts import PARTS, put_experts
+from pagedcore.models.checkpoints.stored_experts import expert_parts, put_experts
 from pagedcore.models.linears.int8_embedding import quantize_embedding
 from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.packed_linear import matrix_of
@@ -68,8 +68,8 @@ def apply(model: Any) -> None:
     for name, module in list(model.named_modules()):
         if name in chosen and (isinstance(module.weight, nn.Parameter) or module.weight.decode is not None):
             _replace_linear(model, name, chosen[name])
-        for kind, matrices in zip(PARTS, matrices_of_experts(module), strict=False):
-            if scheme := chosen.get(f"{name}.0.{PARTS[kind][0]}"):
+        for (kind, parts), matrices in zip(expert_parts(module).items(), matrices_of_experts(module), strict=False):
+            if scheme := chosen.get(f"{name}.0.{parts[0]}"):
                 put_experts(module, kind, StoredMatrices(_stored(one.detach(), scheme) for one in matrices))
 
 

@@ -24,7 +24,7 @@ from pagedcore.models.checkpoints.gguf_architectures import ARCHITECTURES
 from pagedcore.models.checkpoints.gguf_blocks import BlockType
 from pagedcore.models.checkpoints.gguf_file import GGUFFile
 from pagedcore.models.checkpoints.gguf_metadata import Metadata
-from pagedcore.models.checkpoints.stored_experts import PARTS, put_experts
+from pagedcore.models.checkpoints.stored_experts import GATED, expert_parts, put_experts
 from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.stored_weight import (
     QuantizedWeight,
@@ -201,7 +201,7 @@ class GGUF:
         """
         count = 0
         for name, module in model.named_modules():
-            for part, matrices in zip(PARTS, matrices_of_experts(module), strict=False):
+            for part, matrices in zip(expert_parts(module), matrices_of_experts(module), strict=False):
                 put_experts(module, part, StoredMatrices(self._experts(f"{name}.{part}", tuple(matrices.shape), dtype)))
                 count += 1
         return count
@@ -255,9 +255,9 @@ class GGUF:
         if (found := _LAYER.fullmatch(name)) and found[2] in self._architecture.tensors:
             return [f"blk.{found[1]}.{own}" for own in self._architecture.tensors[found[2]]]
         module, _, last = name.rpartition(".")
-        if last not in PARTS:
+        if last not in GATED:
             return [self._name_of(name)]
-        return [self._name_of(f"{module}.{part}.weight") for part in PARTS[last]]
+        return [self._name_of(f"{module}.{part}.weight") for part in GATED[last]]
 
     def _tensors_of_angles(self) -> set[str]:
         is_long = self.fields["rope_parameters"].get("rope_type") == "longrope"

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from pagedcore.config.schemes import scheme_of
-from pagedcore.models.checkpoints.stored_experts import PARTS, put_experts
+from pagedcore.models.checkpoints.stored_experts import expert_parts, put_experts
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.stored_weight import QuantizedWeight, StoredMatrices, StoredWeight, refusal
@@ -69,7 +69,7 @@ class Mxfp4:
         """
         num_replaced = 0
         for name, module in model.named_modules():
-            for kind, matrices in zip(PARTS, matrices_of_experts(module), strict=False):
+            for kind, matrices in zip(expert_parts(module), matrices_of_experts(module), strict=False):
                 if f"{name}.{kind}_blocks" in files:
                     put_experts(module, kind, _stored(files, f"{name}.{kind}", tuple(matrices.shape), dtype))
                     num_replaced += 1

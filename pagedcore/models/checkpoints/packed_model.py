@@ -24,7 +24,7 @@ from pagedcore.models.checkpoints.model_path import is_gguf, parts_of
 from pagedcore.models.checkpoints.packed_file import PackedFile
 from pagedcore.models.checkpoints.pretrained import as_refusals
 from pagedcore.models.checkpoints.quantized import StoredFormat, map_tensors, tree_of
-from pagedcore.models.checkpoints.stored_experts import PARTS, put_experts
+from pagedcore.models.checkpoints.stored_experts import expert_parts, put_experts
 from pagedcore.models.checkpoints.weight_files import only_file
 from pagedcore.models.families.model_facts import HEADLESS
 from pagedcore.models.linears.int8_table import Int8Table
@@ -249,7 +249,7 @@ def _place_products(model: nn.Module, weights: _PackedWeights) -> None:
     if len(left) != len(layers):
         raise _refusal("have a layer twice")
     for name, module in list(model.named_modules()):
-        for part, matrices in zip(PARTS, matrices_of_experts(module), strict=False):
+        for part, matrices in zip(expert_parts(module), matrices_of_experts(module), strict=False):
             if f"{name}.{part}.0" not in left:
                 continue
             count = len(matrices)

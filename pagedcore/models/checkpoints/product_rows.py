@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from pagedcore.models.checkpoints.stored_experts import PARTS
+from pagedcore.models.checkpoints.stored_experts import expert_parts
 from pagedcore.models.families.table import FAMILIES, Family
 from pagedcore.models.linears.packed_experts import apply_gate, matrices_of_experts
 from pagedcore.models.linears.packed_linear import matrix_of
@@ -53,8 +53,9 @@ def weights_of(model: Any) -> Read:
         parent, _, last = name.rpartition(".")
         if last.isdigit():
             experts, _, kind = parent.rpartition(".")
-            matrices = matrices_of_experts(model.get_submodule(experts))
-            return numbers_of(matrices[list(PARTS).index(kind)][int(last)]).detach()
+            module = model.get_submodule(experts)
+            matrices = matrices_of_experts(module)
+            return numbers_of(matrices[list(expert_parts(module)).index(kind)][int(last)]).detach()
         matrix = matrix_of(model.get_submodule(parent)) if last == "weight" else None
         weight = numbers_of(model.get_parameter(name) if matrix is None else matrix)
         return weight.detach()
@@ -109,9 +110,9 @@ def _rows_of_layer(modules: Mapping[str, nn.Module], layer: str, size: int, read
 def _products_of_experts(name: str, experts: Any, gain: MakeRows, read: Read, seen: Seen) -> Iterator[Product]:
     """Yield gate and up, and down, of all experts of a layer, whose rows have channels of the sizes ``gain``."""
     num_experts, _, num_inputs = matrices_of_experts(experts)[0].shape
-    numbers = range(num_experts)
-    gate_up, down = ([f"{name}.{number}.{part}" for number in numbers for part in parts] for parts in PARTS.values())
-    gate_ups, downs = ([f"{name}.{kind}.{number}" for number in numbers] for kind in PARTS)
+    numbers, of_each = range(num_experts), expert_parts(experts)
+    gate_up, down = ([f"{name}.{number}.{part}" for number in numbers for part in parts] for parts in of_each.values())
+    gate_ups, downs = ([f"{name}.{kind}.{number}" for number in numbers] for kind in of_each)
 
     def rows() -> torch.Tensor:
         return seen[name].float() if name in seen else _gaussian(num_inputs, 0) * gain()

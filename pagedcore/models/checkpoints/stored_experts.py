@@ -18,8 +18,16 @@ from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.stored_weight import StoredMatrices, StoredWeight, joined, refusal
 
 Shape = tuple[int, int]
-PARTS: Final[Mapping[str, tuple[str, ...]]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-"""What files hold of each of the two parameters."""
+Parts = Mapping[str, tuple[str, ...]]
+"""What files hold of each of the two parameters of an experts module."""
+GATED: Final[Parts] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The parts of experts with a gate."""
+_PLAIN: Final[Parts] = {"up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+
+
+def expert_parts(experts: Any) -> Parts:
+    """Return the parts of a module's experts, which may have no gate; of any other module as if there were one."""
+    return GATED if vars(experts).get("has_gate", True) else _PLAIN
 
 
 class NamedTensors(Protocol):
@@ -49,8 +57,8 @@ def replace_experts(
     for name, module in model.named_modules():
         if not (shapes := shapes_of_expert(module)):
             continue
-        num_experts = len(module.gate_up_proj)
-        for kind, parts in PARTS.items():
+        num_experts = len(module.down_proj)
+        for kind, parts in expert_parts(module).items():
             # Safety: a configuration may name more experts than files have; the first that is missing ends this.
             experts = (f"{name}.{number}" for number in range(num_experts))
             some = {part: shapes[part] for part in parts}
@@ -68,9 +76,10 @@ def shapes_of_expert(module: Any) -> dict[str, Shape]:
     matrices = matrices_of_experts(module)
     if not matrices or module.is_transposed or module.has_bias or not module.is_concatenated:
         return {}
-    (_, num_outputs, num_inputs), (_, *of_down) = matrices[0].shape, matrices[1].shape
-    gate_shape = num_outputs // 2, num_inputs
-    return {"gate_proj": gate_shape, "up_proj": gate_shape, "down_proj": (of_down[0], of_down[1])}
+    return {
+        part: (matrix.shape[1] // len(parts), matrix.shape[2])
+        for matrix, parts in zip(matrices, expert_parts(module).values(), strict=True) for part in parts
+    }
 
 
 def layers_of_experts(model: nn.Module) -> dict[str, Shape]:
@@ -78,7 +87,7 @@ def layers_of_experts(model: nn.Module) -> dict[str, Shape]:
     return {
         f"{name}.{number}.{part}": shape
         for name, module in model.named_modules() if (shapes := shapes_of_expert(module))
-        for number in range(len(module.get_parameter("gate_up_proj"))) for part, shape in shapes.items()
+        for number in range(len(module.get_parameter("down_proj"))) for part, shape in shapes.items()
     }
 
 
@@ -98,9 +107,9 @@ def weight_of_layer(model: nn.Module, layer: str) -> torch.Tensor:
     expert, _, part = layer.rpartition(".")
     name, _, number = expert.rpartition(".")
     if number.isdigit() and shapes_of_expert(experts := model.get_submodule(name)):
-        kind = next(kind for kind, parts in PARTS.items() if part in parts)
+        kind, parts = next((kind, parts) for kind, parts in expert_parts(experts).items() if part in parts)
         matrix = experts.get_parameter(kind)[int(number)]
-        return matrix.detach().chunk(len(PARTS[kind]))[PARTS[kind].index(part)]
+        return matrix.detach().chunk(len(parts))[parts.index(part)]
     return model.get_submodule(layer).get_parameter("weight").detach()
 
 

@@ -41,10 +41,9 @@ class PackedExperts(nn.Module):
     def __init__(self, experts: Any, factory: LinearFactory, on_unused: OnUnused) -> None:
         """Pack the weights of ``experts``; it keeps its activation only."""
         super().__init__()
-        self.experts = experts
-        self.gate_up, self.down = (
-            _pack_each(experts, name, factory, on_unused) for name in _WEIGHTS[experts.has_gate]
-        )
+        self.experts, self.names = experts, _WEIGHTS[experts.has_gate]
+        """``names`` are those of the parameters whose products are ``gate_up`` and ``down``."""
+        self.gate_up, self.down = (_pack_each(experts, name, factory, on_unused) for name in self.names)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
