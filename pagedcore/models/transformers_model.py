@@ -436,7 +436,10 @@ class TransformersModel:
         model = self._device.take(model.eval())
         self.model, runs_self_test = model, runs_self_test and succession is None
         own_attention = self.own_attention = model.config._attn_implementation
-        test = SelfTest(model, self.block_size, self._tolerance) if runs_self_test and not compares_products else None
+        new_test, test = partial(SelfTest, model, self.block_size, self._tolerance), None
+        if runs_self_test and not compares_products:
+            with recurrences.own_recurrences(model):
+                test = new_test()
         ownership.take(model)
         self.layers, self.vocab_size, self.state_layout = redirect_attention(model)
         self._require_what_layers_need()
@@ -463,7 +466,7 @@ class TransformersModel:
                 # Why now: what is expected of the model is what its own modules compute with these products.
                 model.set_attn_implementation(own_attention)
                 with convolutions.own_convolutions(model), recurrences.own_recurrences(model):
-                    test = SelfTest(model, self.block_size, self._tolerance)
+                    test = new_test()
                 model.set_attn_implementation(ATTENTION_KEY)
             if succession is None:
                 self.variable_part: str = self._find_variable_part(test is None or self._settle_decoder(test))

@@ -252,15 +252,31 @@ def redirect(model: nn.Module, current: Callable[[], Any]) -> None:
 
 @contextmanager
 def own_recurrences(model: nn.Module) -> Iterator[None]:
-    """Let the layers carry their states by themselves in the ``with`` block."""
-    redirected = [(module, module.forward) for module in known_recurrences(model) if "forward" in module.__dict__]
+    """Let the layers carry their states by themselves in the ``with`` block, by transformers' functions in float32."""
+    known = known_recurrences(model)
+    before = [vars(module).get("forward") for module in known]
     try:
-        for module, _ in redirected:
-            module.forward = _forward_of(module, {})
+        for module in known:
+            functions = inspect.unwrap(type(module).forward).__globals__
+            module.forward = _forward_of(module, {
+                name: partial(_in_float32, functions[name]) for name in _REPLACED[type(module).__name__]
+            })  # fmt: skip
         yield
     finally:
-        for module, forward in redirected:
-            module.forward = forward
+        for module, forward in zip(known, before, strict=True):
+            del module.forward
+            if forward is not None:
+                module.forward = forward
+
+
+def _in_float32(function: Callable[..., Any], rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return what a function makes of tensors, the first of which says the number format of the result."""
+    # Why: in a coarse format its sums are further from ours than ours are from the truth.
+    wide = [one.float() if isinstance(one, torch.Tensor) else one for one in (rows, *args)]
+    result = function(*wide, **{
+        name: one.float() if isinstance(one, torch.Tensor) else one for name, one in kwargs.items()
+    })  # fmt: skip
+    return (result[0].to(rows.dtype), *result[1:]) if isinstance(result, tuple) else result.to(rows.dtype)
 
 
 def _forward_of(module: Any, functions: _Functions) -> Callable[..., Any]:

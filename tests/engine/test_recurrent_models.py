@@ -1,0 +1,135 @@
+"""Models with recurrent layers: ``generate``'s tokens, and the same bits under everything that moves what they keep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pagedcore.engine.engine import Engine
+from pagedcore.errors import InvalidConfig, ModelNotSupported
+from pagedcore.sampling_params import SamplingParams
+from support.families import HYBRIDS, VOCAB, tiny_model
+
+CHUNKS = (8, 48, 64)
+#: One token, two, one less than a convolution has taps, and both sides of usual chunk borders.
+LENGTHS = (1, 2, 3, 63, 64, 65, 127)
+NUM_TOKENS = 12
+#: Compared by `make test`; `make slow` takes all.
+EACH_TIME = ("qwen3_5_text", "granitemoehybrid", "mamba")
+
+
+def random_prompts(lengths: tuple[int, ...], seed: int = 4) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.inference_mode()
+def generated(model: Any, prompt: list[int]) -> list[int]:
+    """What transformers generates for one prompt alone."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False,
+                         pad_token_id=0, eos_token_id=None)  # fmt: skip
+    return out[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=[] if family in EACH_TIME else [pytest.mark.slow]) for family in HYBRIDS
+])
+def test_greedy_tokens_are_those_of_generate(family: str) -> None:
+    """In ragged batches and in chunks of three sizes, tokens are those that transformers generates for each alone."""
+    prompts = random_prompts(LENGTHS)
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")
+    expected = [generated(model, prompt) for prompt in prompts]
+    for chunk in CHUNKS:
+        with Engine.from_pretrained(
+            tiny_model(family), max_num_batched_tokens=chunk, max_num_seqs=4, block_size=8, num_kv_blocks=120
+        ) as engine:
+            outputs = engine.generate(prompts, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
+        assert [list(output.outputs[0].token_ids) for output in outputs] == expected, chunk
+
+
+SHARED = random_prompts((37,), 8)[0]
+PROMPTS = [[*SHARED[:length], 5 + length] for length in (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 37)]
+SMALL: dict[str, Any] = {"block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 12}
+SAME_BITS = [
+    (family, dtype, scheme)
+    for family in ("qwen3_5_text", "qwen3_next", "granitemoehybrid", "falcon_h1", "jamba", "mamba", "mamba2")
+    for dtype, scheme in ((torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "w8a8"))
+]
+SAME_BITS_EACH_TIME = (("qwen3_5_text", torch.bfloat16, "none"), ("mamba2", torch.float32, "none"))
+
+
+def params(place: int) -> SamplingParams:
+    """Sampled and greedy, one and several completions, with log-probabilities."""
+    return SamplingParams(max_tokens=20, temperature=float(place % 2), seed=place, n=1 + place % 3, logprobs=2,
+                          ignore_eos=True)  # fmt: skip
+
+
+def answers(engine: Engine, order: list[int]) -> dict[int, Any]:
+    outputs = engine.generate([PROMPTS[place] for place in order], [params(place) for place in order])
+    return {place: [(list(one.token_ids), one.logprobs) for one in output.outputs]
+            for place, output in zip(order, outputs, strict=True)}  # fmt: skip
+
+
+def small_model(family: str, dtype: torch.dtype) -> Any:
+    """Without the ties of tiny routers, of which a last bit of transformers' own decides in bfloat16."""
+    changes = {"num_local_experts": 0} if family == "granitemoehybrid" else {}
+    return tiny_model(family, dtype=dtype, **changes)
+
+
+class Case:
+    """A model's arguments, and what it answers to each prompt alone, without a prefix cache and in one chunk."""
+
+    def __init__(self, family: str, dtype: torch.dtype, scheme: str) -> None:
+        self.family, self.dtype, self.scheme = family, dtype, scheme
+        with self.engine(block_size=8, num_kv_blocks=64, enable_prefix_caching=False) as engine:
+            self.alone = {place: answers(engine, [place])[place] for place in range(len(PROMPTS))}
+
+    def engine(self, **settings: Any) -> Engine:
+        return Engine.from_pretrained(
+            small_model(self.family, self.dtype), dtype=str(self.dtype).removeprefix("torch."),
+            quantization=self.scheme, **settings,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[
+    pytest.param(case, marks=[] if case in SAME_BITS_EACH_TIME else [pytest.mark.slow], id="-".join(map(str, case)))
+    for case in SAME_BITS
+])
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(*request.param)
+
+
+@pytest.mark.parametrize("more", [
+    {"num_kv_blocks": 200}, {"num_kv_blocks": 24, "preemption": "recompute", "speculation": "off"},
+    {"num_kv_blocks": 60, "speculation": "auto"},
+], ids=["cached", "recomputed", "drafted"])
+def test_answers_are_those_alone(case: Case, more: dict[str, Any]) -> None:
+    """With prompts that share prefixes to every offset of a block, chunked, forked, preempted and with drafts, each
+    answer and each log-probability is the same."""
+    places = list(range(len(PROMPTS)))
+    with case.engine(**SMALL, **more) as engine:
+        first, again, stats = answers(engine, places), answers(engine, places[::-1]), engine.stats()
+    assert first == case.alone
+    assert again == case.alone
+    assert stats.is_schedule_invariant
+    assert stats.num_preemptions > 0 or more["num_kv_blocks"] > 24
+
+
+def test_threads_change_no_bit(case: Case) -> None:
+    """Two threads give the answers of one."""
+    torch.set_num_threads(2)
+    with case.engine(**SMALL, num_kv_blocks=200) as engine:
+        assert answers(engine, list(range(len(PROMPTS)))) == case.alone
+
+
+def test_a_gpu_is_refused_before_it_is_asked_for() -> None:
+    """States are advanced on a CPU alone; the message says which model and what to do."""
+    from virtual_gpu.backends import on_gpu
+    from virtual_gpu.torch_cuda import virtual_gpus
+
+    with virtual_gpus(), pytest.raises((ModelNotSupported, InvalidConfig), match=r"recurrent layers.*device='cpu'"):
+        on_gpu(tiny_model("qwen3_5_text"))
