@@ -101,7 +101,7 @@ def asked(engine: Engine) -> list[Any]:
     return [request.output() for request in requests]
 
 
-def test_options_mean_the_same_on_a_gpu(gpus: Machine) -> None:
+def test_options_mean_the_same_on_a_gpu(gpus: Machine, caplog: pytest.LogCaptureFixture) -> None:
     """Several completions, penalties, masks and probabilities of prompts are those of the engine on a CPU, and no step
     waits more than once for a GPU."""
     with on_gpu(tiny_model("llama"), device="auto", attention="reference", dtype="float32") as engine:
@@ -112,6 +112,9 @@ def test_options_mean_the_same_on_a_gpu(gpus: Machine) -> None:
         assert gpus.counts["waits"] <= num_steps + 3 * gpus.counts["graphs recorded"]
         assert gpus.counts["pageable copies to the device"] == 0
     assert torch.cuda.current_device() == 0
+    # What was found of products is said when the engine is made.
+    assert "2 to 512 rows, powers of two, on this GPU" in caplog.text
+    assert "the same bits in each company" in caplog.text
     for output, wanted in zip(found, expected, strict=True):
         assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted.outputs]
     for mine, other in zip(found[2].prompt_logprobs, expected[2].prompt_logprobs, strict=True):

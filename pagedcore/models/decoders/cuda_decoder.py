@@ -11,7 +11,7 @@ can be recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from pagedcore.models.decoders.plain import Decoder, PlainDecoder
 from pagedcore.models.decoders.rotary_angles import angles_by_layer
 from pagedcore.models.families.table import Family
 from pagedcore.models.linears.packed_linear import OnUnused
+from pagedcore.models.linears.torch_products import TorchProduct
 from pagedcore.protocols import AttentionBackend
 from pagedcore_kernels.cuda.elementwise import GatedActivation, RmsNorm, RotaryEmbedding, can_compute
 from pagedcore_kernels.interface import LaunchesKernels
@@ -134,6 +135,12 @@ class CudaDecoder(Decoder):
         self._sizes = model.config.hidden_size, model.config.intermediate_size
         self._make: Callable[[LaunchesKernels], _Launches] = partial(_Launches, model, self._layers, known)
         self._launches: _Launches | None = None
+
+    @property
+    def torch_products(self) -> Sequence[TorchProduct]:
+        """Those of the layers and of the head; see ``Decoder``."""
+        return [*(product for one in self._layers for product in (one.qkv, one.output, one.gate_up, one.down)),
+                self._head]
 
     def fallback(self) -> Decoder:
         """Return the general decoder on the same weights."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import nn
 
 from pagedcore.models.attention.interface import PagedStep, attention_step
 from pagedcore.models.attention.layers import AttentionLayer, RecordingStep
@@ -22,6 +23,7 @@ from pagedcore.models.linears.packed_experts import pack_experts
 from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
 from pagedcore.models.linears.schemes import QuantizedLinears
 from pagedcore.models.linears.stored_weight import StoredLinears
+from pagedcore.models.linears.torch_products import TorchProduct
 from pagedcore.models.lora.slots import AdapterSlots, new_room, present_updates
 from pagedcore.protocols import AttentionBackend, Int64Array, LinearFactory
 
@@ -36,6 +38,11 @@ class Decoder(Protocol):
 
     adapters: AdapterSlots | None = None
     """The adapters that rows of a step may have; ``None``: no row has one."""
+
+    @property
+    def torch_products(self) -> Sequence[TorchProduct]:
+        """Matrix products that torch computes, for what can be said of their rows."""
+        return ()
 
     def fallback(self) -> Decoder | None:
         """Return a decoder of the same weights that relies on less, for when this one fails the self-test."""
@@ -130,6 +137,11 @@ class PlainDecoder(Decoder):
     def __init__(self, model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused) -> None:
         self._model = model
         turn_by_place(model, num_short_tokens(model.config))
+
+    @property
+    def torch_products(self) -> Sequence[TorchProduct]:
+        """The model's linear layers; see ``Decoder``."""
+        return [(one.weight, one.bias) for one in self._model.modules() if type(one) is nn.Linear]
 
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor

@@ -1,0 +1,70 @@
+"""Matrix products that torch's libraries compute on a GPU: with which numbers of rows a row has the same bits.
+
+Which kernel they choose depends on the number of rows, the GPU and the version, and nobody promises anything about it.
+So what is found here is said, with the sizes that were tried, and nothing relies on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import torch
+from torch import nn
+
+TorchProduct = tuple[torch.Tensor, torch.Tensor | None]
+"""A weight [out, in] and its bias [out], as ``torch.nn.functional.linear`` takes them."""
+
+_SIZES: Final = tuple(2**power for power in range(1, 10))
+"""Rows that are tried: those that decode steps are padded to."""
+_WIDE: Final = 32768
+_MOST_ROWS_WIDE: Final = 256
+"""Wider weights are output layers: they see one row per sequence."""
+
+
+@torch.inference_mode()
+def describe_rows(products: Iterable[TorchProduct]) -> str:
+    """Try one product of each shape and format with its own weights; say what was found, in one sentence."""
+    of_shape = {(*weight.shape, weight.dtype): (weight, bias) for weight, bias in products}
+    apart, moved = list[str](), list[str]()
+    for (num_outputs, num_inputs, _), product in of_shape.items():
+        groups, is_placed = _tried(*product)
+        name = f"{num_outputs} x {num_inputs}"
+        if len(groups) > 1:
+            apart.append(f"{name} with {' and with '.join(map(_listed, groups))}")
+        if not is_placed:
+            moved.append(name)
+    tried = f"{_SIZES[0]} to {_SIZES[-1]} rows, powers of two"
+    if not (apart or moved):
+        return (f"torch's products of {len(of_shape)} shapes gave a row the same bits among {tried}, on this GPU; other "
+                "numbers of rows were not tried, and torch promises nothing")
+    found = [f"a row has other bits by their number: {'; '.join(apart)}"] if apart else []
+    found += [f"a row has other bits by its place: {', '.join(moved)}"] if moved else []
+    return f"in torch's products (out x in) among {tried}, on this GPU, {'; '.join(found)}"
+
+
+def _tried(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[list[list[int]], bool]:
+    """Return the numbers of rows in groups that give the first two rows the same bits, and whether the place of a row
+    made no difference.
+    """
+    num_outputs, num_inputs = weight.shape
+    sizes = [size for size in _SIZES if num_outputs <= _WIDE or size <= _MOST_ROWS_WIDE]
+    rows = torch.randn(sizes[-1], num_inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+    rows, is_placed = rows.to(weight.device), True
+    groups = list[tuple[torch.Tensor, list[int]]]()
+    for size in sizes:
+        found = nn.functional.linear(rows[:size], weight, bias)
+        turned = nn.functional.linear(rows[:size].roll(1, 0), weight, bias)
+        is_placed = is_placed and torch.equal(turned, found.roll(1, 0))
+        same = next((one for first, one in groups if torch.equal(first, found[:2])), None)
+        if same is None:
+            groups.append((found[:2].clone(), [size]))
+        else:
+            same.append(size)
+    return [one for _, one in groups], is_placed
+
+
+def _listed(sizes: list[int]) -> str:
+    """Say powers of two as a range where none is left out."""
+    is_range = len(sizes) > 2 and sizes[-1] == sizes[0] * 2 ** (len(sizes) - 1)
+    return f"{sizes[0]} to {sizes[-1]}" if is_range else ", ".join(map(str, sizes))
