@@ -166,6 +166,7 @@ class RotaryEmbedding:
         epsilon: of the norms.
         rotary_size: elements R at the beginning of a head that are rotated; ``None``: all.
         rounds: round every product of the rotation, not only their sums.
+        has_gates: whether every query head is followed by a gate of its size, which is left as it is.
     """
 
     def __init__(
@@ -179,16 +180,20 @@ class RotaryEmbedding:
         epsilon: float = 0.0,
         rotary_size: int | None = None,
         rounds: bool = True,
+        has_gates: bool = False,
     ) -> None:
-        self._heads = num_heads, num_kv_heads
-        self._row_size = (num_heads + 2 * num_kv_heads) * head_size
+        self._heads, query_heads = (num_heads, num_kv_heads), num_heads * (2 if has_gates else 1)
+        self._row_size = (query_heads + 2 * num_kv_heads) * head_size
         self._norms = norms
         self._norm_addresses = (norms[0].data_ptr(), norms[1].data_ptr()) if norms else (0, 0)
         is_bf16 = int(dtype == torch.bfloat16)
         scope = 0 if norms is None else 1 if all(len(weight) == head_size for weight in norms) else 2
+        if has_gates and scope == 2:
+            raise InternalError("rotary embedding: with gates between query heads their rows have no norm together")
         weights_bf16 = is_bf16 if norms is None else int(norms[0].dtype == torch.bfloat16)
         self._kernel = _rotary_kernel(
-            is_bf16, head_size, scope, weights_bf16, head_size if rotary_size is None else rotary_size, int(rounds)
+            is_bf16, head_size, scope, weights_bf16, head_size if rotary_size is None else rotary_size, int(rounds),
+            1 + int(has_gates),
         )
         self._parameters = ParameterBlock(18)
         self._parameters.set_float(17, epsilon)
@@ -204,7 +209,8 @@ class RotaryEmbedding:
         """Rotate ``qkv`` and store its keys and values.
 
         Args:
-            qkv: [T, (H + 2 KVH) * D], contiguous: query heads, key heads, value heads; changed in place.
+            qkv: [T, (H + 2 KVH) * D], contiguous: query heads, key heads, value heads; changed in place. With gates
+                [T, (2 H + 2 KVH) * D].
             positions: [T] int64, each a row of ``angles``.
             angles: [positions, R] float32: cosines of the first half of R, then sines.
             destination: where keys and values are written, if anywhere.
@@ -334,9 +340,11 @@ def _cap_kernel(is_bf16: int) -> Kernel:
 
 @lru_cache
 def _rotary_kernel(
-    is_bf16: int, head_size: int, norms: int, is_weight_bf16: int, rotary_size: int, rounds: int
+    is_bf16: int, head_size: int, norms: int, is_weight_bf16: int, rotary_size: int, rounds: int, apart: int
 ) -> Kernel:
-    """``norms``: 0 for none, 1 for one of each head, 2 for one of all query heads and one of all key heads."""
+    """``norms``: 0 for none, 1 for one of each head, 2 for one of all query heads and one of all key heads; ``apart``:
+    heads from a query head to the next one.
+    """
     size = 2 if is_bf16 else 4
     lanes = gcd(head_size // 2, LANES)
     rotary_lanes = gcd(rotary_size // 2, LANES)
@@ -359,7 +367,8 @@ def _rotary_kernel(
             if first >= num_rows:
                 break
             for row in range(first, min(first + chunk, num_rows)):
-                queries = qkv + row * (num_heads + 2 * num_kv_heads) * head_bytes
+                queries = qkv + row * (apart * num_heads + 2 * num_kv_heads) * head_bytes
+                heads_of_keys = queries + apart * num_heads * head_bytes
                 # Safety: a negative slot means "nowhere"; as an address it would be memory before the pool.
                 slot = load_int64(slots, row) if slots != 0 else -1
                 key_place = keys + max(slot, 0) // block_size * block_bytes + max(slot, 0) % block_size * size
@@ -373,12 +382,14 @@ def _rotary_kernel(
                 if norms == 2:
                     for part in range(2):
                         weight = key_norm if part else query_norm
-                        address = queries + part * num_heads * head_bytes
+                        address = heads_of_keys if part else queries
                         width = (num_kv_heads if part else num_heads) * vectors
                         scale = hidden_rows.inverse_rms(is_bf16, lanes, address, width, epsilon)
                         hidden_rows.scale_row(is_bf16, is_weight_bf16, lanes, address, weight, address, width, scale)
                 for head in range(num_heads + num_kv_heads):
-                    address = queries + head * head_bytes
+                    address = queries + head * apart * head_bytes
+                    if head >= num_heads:
+                        address = heads_of_keys + (head - num_heads) * head_bytes
                     if norms == 1:
                         weight = query_norm if head < num_heads else key_norm
                         scale = hidden_rows.inverse_rms(is_bf16, lanes, address, vectors, epsilon)
@@ -389,11 +400,11 @@ def _rotary_kernel(
                 if slot < 0:
                     continue
                 block, offset = slot // block_size, slot % block_size
-                source = queries + num_heads * head_bytes
                 for head in range(num_kv_heads):
+                    source = heads_of_keys + head * head_bytes
                     key = key_place + head * key_head_bytes
-                    hidden_rows.scatter_row(is_bf16, head_size, source + head * head_bytes, key, block_size)
+                    hidden_rows.scatter_row(is_bf16, head_size, source, key, block_size)
                     value = values + block * block_bytes + head * value_head_bytes + offset * value_bytes
-                    hidden_rows.copy_row(is_bf16, head_size, source + (num_kv_heads + head) * head_bytes, value)
+                    hidden_rows.copy_row(is_bf16, head_size, source + num_kv_heads * head_bytes, value)
 
     return compile_kernel(rotate_and_write)

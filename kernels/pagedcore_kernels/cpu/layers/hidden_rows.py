@@ -131,21 +131,28 @@ def gated_activation(
     return types.void(is_bf16, lanes, activation, address, address, address, types.int64), codegen
 
 
-def _exp(b: Builder, x: Value) -> Value:
+def exp(b: Builder, x: Value) -> Value:
+    """Emit ``exp(x)``; beyond 88 it stays what it is there."""
     power = b.fmul(x, simd.constant(simd.LOG2_E, x.type))
     return simd.exp2(b, simd.minimum(b, simd.constant(_LARGEST_POWER, x.type), power))
 
 
+def sigmoid(b: Builder, x: Value) -> Value:
+    """Emit ``1 / (1 + exp(-x))``."""
+    one = simd.constant(1.0, x.type)
+    return b.fdiv(one, b.fadd(exp(b, b.fmul(x, simd.constant(-1.0, x.type))), one))
+
+
 def silu(b: Builder, x: Value) -> Value:
     """Emit ``x / (1 + exp(-x))``."""
-    decay = _exp(b, b.fmul(x, simd.constant(-1.0, x.type)))
+    decay = exp(b, b.fmul(x, simd.constant(-1.0, x.type)))
     return b.fdiv(x, b.fadd(decay, simd.constant(1.0, x.type)))
 
 
 def _gelu_tanh(b: Builder, x: Value) -> Value:
     """x / 2 * (1 + tanh(y)) with y = sqrt(2 / pi) * (x + 0.044715 x**3), which is x / (1 + exp(-2 y))."""
     cubic = simd.fma(b, b.fmul(x, x), b.fmul(x, simd.constant(0.044715, x.type)), x)
-    decay = _exp(b, b.fmul(cubic, simd.constant(-2.0 * 0.7978845608028654, x.type)))
+    decay = exp(b, b.fmul(cubic, simd.constant(-2.0 * 0.7978845608028654, x.type)))
     return b.fdiv(x, b.fadd(decay, simd.constant(1.0, x.type)))
 
 
@@ -193,7 +200,7 @@ def cap_row(typing: Typing, is_bf16: Any, lanes: Any, row: Any, num_vectors: Any
         def cap_vector(offset: Value) -> None:
             x = rounded(b, b.fdiv(simd.load_floats(b, args[2], offset, bf16, width), factor), bf16)
             # Rule: tanh(x) = 1 - 2 / (1 + exp(2 x))
-            tanh = b.fsub(one, b.fdiv(two, b.fadd(one, _exp(b, b.fmul(two, x)))))
+            tanh = b.fsub(one, b.fdiv(two, b.fadd(one, exp(b, b.fmul(two, x)))))
             simd.store_floats(b, b.fmul(rounded(b, tanh, bf16), factor), args[2], offset, bf16)
 
         _for_each_vector(b, args[3], width * simd.item_bytes(bf16), cap_vector)
