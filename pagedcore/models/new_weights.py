@@ -31,6 +31,7 @@ from pagedcore.models.families.table import module_name
 from pagedcore.models.families.tensor_shapes import shapes_of
 from pagedcore.models.linears.stored_weight import shapes_of_tensors
 from pagedcore.models.origin import Origin, Succession
+from pagedcore_kernels.cpu.runtime.finite import all_finite
 
 if TYPE_CHECKING:
     from pagedcore.models.transformers_model import TransformersModel
@@ -61,7 +62,7 @@ def make_ready(old: TransformersModel, source: Weights) -> TransformersModel:
         InvalidWeights: they are not of the same model, or not finite.
         InvalidConfig, ModelNotSupported: as ``Engine.from_pretrained``.
     """
-    new = _made(old, source, lambda: None, lambda weight: None)
+    new = _made(old, source)
     require_same_form(old, new)
     return new
 
@@ -94,8 +95,12 @@ def write_over(old: TransformersModel, source: Weights, before_writing: Callable
 
 
 def _made(
-    old: TransformersModel, source: Weights, begin: Callable[[], None], on_packed: Callable[[torch.Tensor], None]
+    old: TransformersModel, source: Weights, begin: Callable[[], None] | None = None,
+    on_packed: Callable[[torch.Tensor], None] | None = None,
 ) -> TransformersModel:
+    """Return a backend of other weights; with ``begin`` everything is checked before it is called, and else numbers are
+    looked at while they are packed.
+    """
     origin = old.origin
     if origin is None:
         raise InvalidWeights("model", "one that was given to the engine as a backend", "one that the engine has loaded",
@@ -103,27 +108,30 @@ def _made(
     if old.text_head is not None:
         raise InvalidWeights("model", "one with a head that ranks or classifies", "one that generates",
                              is_described=True)
+    # Why only these: what is quantised is read by code that knows of no such numbers.
+    numbers = _Numbers(is_late=begin is None and origin.quantization == "none")
     if isinstance(source, str | os.PathLike):
         def check(model: Any) -> None:
             _require_facts(old, model)
             _require_shapes(origin, model)
-            for name, tensor in model.state_dict().items():
-                _require_finite(name, tensor)
-            begin()
+            numbers.look_at(model.state_dict())
+            if begin is not None:
+                begin()
 
-        new: TransformersModel = origin.load_files(source, check, Succession(old, on_packed))
+        new: TransformersModel = origin.load_files(source, check, Succession(old, on_packed or numbers.packed))
         read: Origin = new.origin or origin
         present = replace(origin, source=read.source, files=read.files)
     else:
-        new = _of_tensors(old, origin, source, begin, on_packed)
+        new = _of_tensors(old, origin, source, numbers, begin, on_packed or numbers.packed)
         present = replace(origin, source=None, files={})
+    numbers.require_all()
     new.origin, new.text_head, new.pair_defaults = present, old.text_head, old.pair_defaults
     new.embedding_defaults = old.embedding_defaults
     return new
 
 
 def _of_tensors(
-    old: TransformersModel, origin: Origin, source: Any, begin: Callable[[], None],
+    old: TransformersModel, origin: Origin, source: Any, numbers: _Numbers, begin: Callable[[], None] | None,
     on_packed: Callable[[torch.Tensor], None],
 ) -> TransformersModel:
     if origin.no_tensors:
@@ -131,12 +139,12 @@ def _of_tensors(
     given = _checked(old, origin, source)
     versions = {name: version_of(tensor) for name, tensor in given.items()}
     tensors = {name: tensor.detach().to("cpu", old.dtype) for name, tensor in given.items()}
-    for name, tensor in tensors.items():
-        _require_finite(name, tensor)
+    numbers.look_at(tensors)
     model = _tree(old, tensors)
     if origin.quantization == AUTO_INT8:
         choose_int8(model)
-    begin()
+    if begin is not None:
+        begin()
     new = old.make_again(model, succession=Succession(old, on_packed, keeps_nothing=True))
     changed = [name for name, tensor in given.items() if version_of(tensor) != versions[name]]
     if changed:
@@ -245,13 +253,43 @@ def _require_shapes(origin: Origin, model: Any) -> None:
                              is_described=True)
 
 
+class _Numbers:
+    """Looks at each number of new weights once: at all of them at first, or (``is_late``) at those of a matrix when it
+    was packed and is in the processor's cache, and at all others in the end.
+    """
+
+    def __init__(self, *, is_late: bool) -> None:
+        self._is_late = is_late
+        self._left: dict[tuple[int, int], tuple[str, torch.Tensor]] = {}
+        """By address and size."""
+
+    def look_at(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Begin. Raises ``InvalidWeights`` for numbers that are not finite, as the others do."""
+        # Why backwards: of the names of a tied one the first stays.
+        self._left = {_place_of(tensor): (name, tensor) for name, tensor in reversed([*tensors.items()])
+                      if tensor.is_floating_point() and not tensor.is_meta}
+        if not self._is_late:
+            self.require_all()
+
+    def packed(self, weight: torch.Tensor) -> None:
+        """Look at a matrix that was packed."""
+        if (found := self._left.pop(_place_of(weight), None)) is not None:
+            _require_finite(*found)
+
+    def require_all(self) -> None:
+        """Look at what is left."""
+        while self._left:
+            _require_finite(*self._left.popitem()[1])
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()
+
+
 def _require_finite(name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
-        least, most = torch.aminmax(tensor)
-        # Why these two: both are what is not a number where there is such.
-        if not (least.isfinite() and most.isfinite()):
-            raise InvalidWeights(f"weights, {name[:80]}", "numbers that are not finite", "finite numbers",
-                                 is_described=True)
+    if not all_finite(tensor):
+        raise InvalidWeights(f"weights, {name[:80]}", "numbers that are not finite", "finite numbers",
+                             is_described=True)
 
 
 def require_same_form(old: TransformersModel, new: TransformersModel) -> None:

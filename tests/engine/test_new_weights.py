@@ -176,6 +176,22 @@ def test_weights_of_another_model_change_nothing(how: str, engine: Engine, weigh
     assert (engine.identity, engine.weights) == (identity, WeightsVersion(0))
 
 
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+def test_no_number_that_is_none_gets_in(quantization: Any, tmp_path: Path, weights: Tensors) -> None:
+    """Wherever it is, by its tensor's name: of tensors and of files, staged and in place, before the first write."""
+    with Engine.from_pretrained("demo", quantization=quantization, num_kv_blocks=32) as engine:
+        before = answer(engine, DRAWN)
+        for name in ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.self_attn.q_proj.weight",
+                     "model.layers.3.mlp.down_proj.weight", "model.layers.2.input_layernorm.weight"):
+            wrong = {**weights, name: weights[name].clone()}
+            wrong[name].view(-1)[-1] = -torch.inf
+            for source in (wrong, write_demo(tmp_path, wrong)):
+                for way in WAYS:
+                    with pytest.raises(InvalidWeights, match=f"weights, {name}: got numbers that are not finite"):
+                        load(engine, source, way=way)
+            assert answer(engine, DRAWN) == before
+
+
 def test_tied_weights_may_have_both_names(engine: Engine, oracle: Engine, weights: Tensors) -> None:
     """As a ``state_dict`` of transformers has them."""
     with engine.new_weights() as new:
