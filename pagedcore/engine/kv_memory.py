@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("pagedcore")
 
+_MOST_NAMES: Final = 2**18
 Leased = Literal["kv", "states", "weights", "draft"]
 DEFAULT_MEMORY_SHARE: Final = 0.3
 """Share of a machine's free memory that a KV pool takes at most when nothing is said; pages count once touched."""
@@ -135,7 +136,9 @@ class KVMemory:
             measured = backend.fitting_kv_bytes(min(tokens, rows * self._length), rows)
             fitting = fitting if measured is None else measured
         fitting = self.states.take(fitting, has_kv=self._block_bytes > 0, what="free memory")
-        return max(1, min(self._useful_blocks(config), fitting // max(1, self._block_bytes)))
+        if not self._block_bytes:
+            return self._names(config)
+        return max(1, min(self._useful_blocks(config), fitting // self._block_bytes))
 
     def _draw(self, source: MemoryBudget | BudgetShare, config: EngineConfig, undo: ExitStack) -> int:
         unit, wanted = self._block_bytes, config.num_kv_blocks
@@ -157,7 +160,8 @@ class KVMemory:
             self._leases["draft"], self._drawn["draft"] = source.draw(self._draft_bytes), self._draft_bytes
         if self.states.num_bytes:
             self._leases["states"], self._drawn["states"] = source.draw(self.states.num_bytes), self.states.num_bytes
-        at_most = wanted if wanted is not None else self._useful_blocks(config)
+        useful = self._useful_blocks if unit else self._names
+        at_most = wanted if wanted is not None else useful(config)
         lease = source.draw((wanted or 1) * unit, at_most * unit, unit=max(1, unit))
         self._leases["kv"], self._drawn["kv"] = lease, lease.num_bytes
         return lease.num_bytes // unit if unit else at_most
@@ -170,12 +174,19 @@ class KVMemory:
 
     def _whole_blocks(self, num_bytes: int, config: EngineConfig) -> int:
         if not self._block_bytes:
-            return self._useful_blocks(config)
+            return self._names(config)
         if num_bytes < self._block_bytes:
             raise InvalidConfig(
                 f"kv_cache_memory: got {num_bytes} bytes, allowed is at least one block ({self._block_bytes} bytes)."
             )
         return num_bytes // self._block_bytes
+
+    def _names(self, config: EngineConfig) -> int:
+        """Return the blocks of a model without attention layers, which have no bytes and are the names of its states:
+        those of every slot, and as far as numbers cost nothing, of every state.
+        """
+        per_sequence = -(-self._length // self.block_size)
+        return max(self._useful_blocks(config), min(_MOST_NAMES, self.states.num_states * per_sequence))
 
     def _useful_blocks(self, config: EngineConfig) -> int:
         """Return the blocks of every slot at full length; more could never be used."""

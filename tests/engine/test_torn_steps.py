@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pagedcore.errors import EngineClosed, InternalError
+from pagedcore.scheduler import chunk_ends
 from support.doubles import ToyBackend, toy_answer
 from support.engine_builders import assert_all_free, make_engine, run
 from support.interrupts import Lost, interrupted_at, lose
@@ -89,6 +90,18 @@ def test_a_step_with_drafts_may_break_off_too(monkeypatch: pytest.MonkeyPatch) -
     assert scenario.results() == plain
     assert 4 < scenario.engine.stats().num_accepted_tokens < scenario.engine.stats().num_drafted_tokens
     explore(lose, Lost, 25, seed=5)
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_a_step_of_a_model_with_states_may_break_off_too(has_drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where each row reads a state and writes another: no request goes on from a state of a step that broke
+    off, and completions are those of the model without states."""
+    plain = expected()
+    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 1)
+    monkeypatch.setattr(Scenario, "keeps_states", True)
+    monkeypatch.setattr(Scenario, "has_drafts", has_drafts)
+    assert expected() == plain
+    explore(lose, Lost, 25, seed=6)
 
 
 def test_ctrl_c_comes_at_any_line() -> None:

@@ -17,7 +17,7 @@ from pagedcore.request_options import NO_OPTIONS
 from pagedcore.requests.embedding import TextEncoder
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
-from support.doubles import VOCAB_SIZE, FakeClock, ToyBackend, toy_answer
+from support.doubles import VOCAB_SIZE, FakeClock, ToyBackend, ToyHybrid, toy_answer
 from support.drafts import Adversary, Mistaken, draft_model, let_guess
 
 
@@ -72,15 +72,18 @@ class Scenario:
     engine: Engine
     requests: list[Request]
     has_drafts: ClassVar[bool] = False
+    keeps_states: ClassVar[bool] = False
 
     @classmethod
     def begin(cls) -> Scenario:
         """Make the engine; a beginning and the past of a session are cached."""
         clock = FakeClock()
         engine = Engine(build_components(
-            ToyBackend(), num_kv_blocks=48 if cls.has_drafts else 9, block_size=2, max_num_seqs=5,
-            max_num_batched_tokens=24 if cls.has_drafts else 12, preemption="swap",
-            host_kv_memory=32 * 32, tokenizer=LetterTokenizer(), max_num_waiting=64, queue_timeout_s=10.0,
+            ToyHybrid() if cls.keeps_states else ToyBackend(), num_kv_blocks=48 if cls.has_drafts else 9, block_size=2,
+            max_num_seqs=5,
+            max_num_batched_tokens=24 if cls.has_drafts else 12,
+            preemption="auto" if cls.keeps_states else "swap", host_kv_memory=None if cls.keeps_states else 32 * 32,
+            tokenizer=LetterTokenizer(), max_num_waiting=64, queue_timeout_s=10.0,
             speculation="off",
         ), clock)
         if cls.has_drafts:
@@ -116,6 +119,7 @@ class Scenario:
         for request in self.requests:
             request.remove()
         stats = self.engine.stats()
-        held = {"device": stats.num_blocks_used, "host": stats.num_host_blocks_used, "running": stats.num_running,
-                "waiting": stats.num_waiting, "text": len(self.engine._outputs.by_sequence)}
+        held = {"device": stats.num_blocks_used, "states": stats.num_states_used, "host": stats.num_host_blocks_used,
+                "running": stats.num_running, "waiting": stats.num_waiting,
+                "text": len(self.engine._outputs.by_sequence)}
         return [f"{count} {what}" for what, count in held.items() if count]

@@ -12,7 +12,7 @@ from pagedcore.analysis.recorder.ring import FlightRecorder
 from pagedcore.analysis.replay.decisions import Replayed, replay_decisions
 from pagedcore.errors import InternalError
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.scheduler import policies, preemption
+from pagedcore.scheduler import chunk_ends, policies, preemption
 from pagedcore.scheduler.policy_guard import make_policy
 from scheduler_lives import simulator
 from scheduler_lives.engine_simulator import EngineSimulation
@@ -42,6 +42,33 @@ def test_random_lives_are_replayed(max_steps: int, tmp_path: Path) -> None:
         assert found.difference is None, seed
         num_steps += found.num_steps
     assert num_steps
+
+
+@pytest.mark.parametrize("max_steps", [8192, 3])
+def test_lives_with_states_are_replayed(max_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for a model that keeps states: what is kept, and in which order it is evicted, is part of the state."""
+    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
+    for seed in range(8):
+        life = simulator.Simulation(seed, seed % 2 == 1, has_formation=seed % 3 == 0, keeps_states=True)
+        recorder = FlightRecorder(life.scheduler, life.clock, max_steps=max_steps)
+        life.run()
+        hasher = life.scheduler.kv_cache.device.hasher
+        write_recording(tmp_path / "one.gz", {}, recorder.segments, hasher, keeps_tokens=False)
+        found = replayed(tmp_path / "one.gz")
+        assert found.difference is None, (seed, found.difference)
+        assert lines_of(tmp_path / "one.gz")[0]["version"] == 7
+
+
+def test_an_engine_whose_model_keeps_states_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for engines whose callers park sessions, fork and come back."""
+    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
+    monkeypatch.setattr("pagedcore.analysis.recorder.dumps.MAX_DUMPS", 0)
+    for seed in range(3):
+        simulation = EngineSimulation(seed, has_faults=seed % 2 == 1, keeps_states=True)
+        simulation.settings |= {"flight_recorder": "on", "check_invariants": False}
+        simulation.run()
+        simulation.engine.dump_recording(tmp_path / "one.gz")
+        assert replayed(tmp_path / "one.gz").difference is None, seed
 
 
 POLICIES = [

@@ -16,8 +16,9 @@ from pagedcore.analysis.replay.lives import Outcome, lives_of, recorded_outcome
 from pagedcore.analysis.replay.starting_state import starting_state
 from pagedcore.analysis.replay.what_if import WhatIf, changed_order, compare
 from pagedcore.errors import PromiseRefused, RecordingError
+from pagedcore.scheduler import chunk_ends
 from scheduler_lives.simulator import Simulation
-from support.doubles import FakeClock, ToyBackend
+from support.doubles import FakeClock, ToyBackend, ToyHybrid
 from support.engine_builders import run
 from support.recordings import dumped, recorded_life, ring_of, run_all, toy_engine
 from support.torture import first_seed, scaled
@@ -291,3 +292,17 @@ def test_refused_promises_are_in_the_table(tmp_path: Path) -> None:
     assert found.left_at is not None
     assert [one.num_refused for one in (found.recorded, found.modelled, found.changed)] == [num_refused] * 3
     assert sorted(found.changed.finished) == sorted(was.finished)
+
+
+def test_other_settings_of_a_model_with_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pools of other sizes are run; a host tier, and more rows than have two states each, are refused."""
+    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
+    with toy_engine(backend=ToyHybrid(), num_kv_blocks=40) as engine:
+        for _ in range(2):
+            run_all(engine, [[1, 2, 3, 4, 5, 6, 7, 8, 9, number] for number in range(10)])
+        recording = dumped(engine, tmp_path)
+    for changes in ({"num_blocks": 16}, {"num_blocks": 80}, {"max_num_seqs": 2}):
+        assert len(WhatIf(recording, changes).run().finished) == 20
+    for changes in ({"max_num_seqs": 9}, {"num_host_blocks": 10}):
+        with pytest.raises(RecordingError, match="keeps 16 states"):
+            WhatIf(recording, changes)
