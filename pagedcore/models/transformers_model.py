@@ -45,10 +45,10 @@ from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore.models.fingerprint import model_fingerprint
 from pagedcore.models.layouts import kv_shapes, layout_maker, redirect_attention, requirements_of
 from pagedcore.models.linears.int8_embedding import quantize_embedding
-from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, holders_of_matrices, probe_invariance
+from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, probe_invariance
 from pagedcore.models.linears.schemes import QUANTIZERS
 from pagedcore.models.linears.stored_weight import JoinedMatmul, StoredLinears, has_unpacked
-from pagedcore.models.linears.torch_products import describe_rows
+from pagedcore.models.linears.torch_products import describe_products
 from pagedcore.models.lora.adapter import LoraAdapter
 from pagedcore.models.origin import Origin, Succession
 from pagedcore.models.self_test import INT8_KV_TOLERANCE, QUANTIZED_TOLERANCE, SelfTest
@@ -538,19 +538,12 @@ class TransformersModel:
     def _find_variable_part(self, is_reproducible: bool) -> str:
         products, others = self._decoder.products, self._decoder.other_matrices
         if self._device.kind != "cpu" and self._decoder.torch_products:
-            return self._describe_torch(is_reproducible)
+            return describe_products(self._model, self._decoder.torch_products, is_reproducible)
         if others or not products:
             return f"torch multiplies the matrices of {', '.join(others) or 'all layers'}, by a path that rows decide"
         if shapes := probe_invariance(products):
             return f"products of the shapes {shapes} depend on the number of rows on this machine"
         return "" if is_reproducible else "its logits differed in the last bits between chunked, whole and in company"
-
-    def _describe_torch(self, is_reproducible: bool) -> str:
-        """Say which bits were seen to depend on what, where torch multiplies."""
-        logits = f"the self-test's logits were{'' if is_reproducible else ' not'} the same bits in each company"
-        kinds = {type(one) for one in holders_of_matrices(self._model)} - {torch.nn.Linear}
-        untried = sorted(f"{one.__name__} was not tried" for one in kinds)
-        return "; ".join((describe_rows(self._decoder.torch_products), logits, *untried))
 
     def _settle_decoder(self, test: SelfTest) -> bool:
         """Run the self-test on a small pool of its own, and again with a slower decoder if it fails with one that has

@@ -12,6 +12,8 @@ from typing import Final
 import torch
 from torch import nn
 
+from pagedcore.models.linears.packed_linear import holders_of_matrices
+
 TorchProduct = tuple[torch.Tensor, torch.Tensor | None]
 """A weight [out, in] and its bias [out], as ``torch.nn.functional.linear`` takes them."""
 
@@ -36,11 +38,20 @@ def describe_rows(products: Iterable[TorchProduct]) -> str:
             moved.append(name)
     tried = f"{_SIZES[0]} to {_SIZES[-1]} rows, powers of two"
     if not (apart or moved):
-        return (f"torch's products of {len(of_shape)} shapes gave a row the same bits among {tried}, on this GPU; other "
-                "numbers of rows were not tried, and torch promises nothing")
+        return (f"torch's products of {len(of_shape)} shapes gave a row the same bits among {tried}, on this GPU; "
+                "other numbers of rows were not tried, and torch promises nothing")
     found = [f"a row has other bits by their number: {'; '.join(apart)}"] if apart else []
     found += [f"a row has other bits by its place: {', '.join(moved)}"] if moved else []
     return f"in torch's products (out x in) among {tried}, on this GPU, {'; '.join(found)}"
+
+
+def describe_products(model: nn.Module, products: Iterable[TorchProduct], is_reproducible: bool) -> str:
+    """Say more of a model that is multiplied with: whether its logits were seen to be the same bits in any company, and
+    which of its modules multiply by themselves.
+    """
+    logits = f"the self-test's logits were{'' if is_reproducible else ' not'} the same bits in each company"
+    kinds = {type(one) for one in holders_of_matrices(model)} - {nn.Linear}
+    return "; ".join((describe_rows(products), logits, *sorted(f"{one.__name__} was not tried" for one in kinds)))
 
 
 def _tried(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[list[list[int]], bool]:
