@@ -70,12 +70,11 @@ class Problem:
         for row, (end, count) in enumerate(zip(np.cumsum(needed).tolist(), needed.tolist(), strict=True)):
             tables[row, :count] = ids[end - count : end]
         described = np.stack([self._plan.query_start[:-1], self._plan.query_lens, self._plan.kv_lens,
-                              np.zeros(len(rows), np.int64)], axis=1).astype(np.int32)
+                              np.arange(len(rows)) * tables.shape[1]], axis=1).astype(np.int32)
         self.num_blocks, self.num_tokens = int(needed.sum()), int(self._plan.query_lens.sum())
         self.pool = random_bf16(gpu, self.num_blocks * self.block_stride)
         self._tables, self._described = gpu.upload(tables), gpu.upload(described)
         self._query = random_bf16(gpu, self.output_bytes)
-        self._width = tables.shape[1]
         self.cut(num_ctas)
 
     @property
@@ -119,7 +118,7 @@ class Problem:
         launches = [
             (layer.kernel(family), self._counts[family] * layer.kv_heads, (
                 self._query, self.pool, values, self._tables, self._items[family], self._described, output,
-                self.partials, self.counters, None, None, None, self.block_stride, layer.heads * row, row, self._width,
+                self.partials, self.counters, None, None, None, self.block_stride, layer.heads * row, row,
                 BLOCK.bit_length() - 1, layer.kv_heads, layer.group, 0, 0, layer.head_size**-0.5 * LOG2_E, 0.0,
             )) for family in families
         ]

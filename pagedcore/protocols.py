@@ -6,7 +6,8 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
     ModelBackend    MovesKVBlocks  HostsKVPool  HasFingerprint  DescribesItself  UsesTorchThreads
                     NamesVariablePart  DecodesGreedily  HasGenerationConfig  ReturnsHidden
                     HasEmbeddingDefaults  HasTextHead  TakesPositionsBack
-                    MayLoseDevice  MeasuresSteps  TakesAdapters  KeepsStates
+                    MayLoseDevice  MeasuresSteps  RecordsSteps  TakesAdapters
+                    KeepsStates
     Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
     attention       AttentionRequirements  StoresInt8, ChecksAhead, ConvolvesRows, TakesKernels (the factory)
                     ShowsKVPool (the backend)
@@ -423,6 +424,16 @@ class MeasuresSteps(Protocol):
 
         Raises:
             InvalidConfig: no such step fits, even without a pool.
+        """
+
+
+@runtime_checkable
+class RecordsSteps(Protocol):
+    """A model backend that makes its decode steps faster by work that is done before the first of them."""
+
+    def record_steps(self, num_rows: int, num_tokens: int) -> None:
+        """Do that work for steps of at most so many rows with at most so many tokens each; called once, when there is
+        a pool with nothing in it yet.
         """
 
 

@@ -6,7 +6,7 @@ own with the same members can take the place of those in this package. Imports n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -310,25 +310,38 @@ class StateBackend(Protocol):
 
 
 @runtime_checkable
-class RecordsLaunches(Protocol):
-    """An attention backend whose launches for decode steps of one size can be recorded once and repeated."""
+class SendsNumbers(Protocol):
+    """An attention backend of a device that sends further numbers over in the copy that a step needs anyway."""
 
-    def new_frame(self) -> Any | None:
-        """Return room for the numbers of steps of one size; ``None``: no step was computed yet, or this model's decode
-        steps are not alike.
+    def plan_with(self, batch: RaggedRows, numbers: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """Plan a step like ``plan``; return arrays of integers on the device, flat and in int32, until the next step.
         """
         ...
 
-    def plan_in(self, frame: Any, batch: RaggedRows) -> Hashable:
-        """Plan a step like ``plan``, with its numbers in a frame.
+
+@runtime_checkable
+class RecordsLaunches(Protocol):
+    """An attention backend whose launches for decode steps of one size can be recorded once and repeated."""
+
+    def new_frame(self, most_rows: int, most_blocks: int) -> Any | None:
+        """Return room for the numbers of one decode step of up to so many rows with up to so many blocks each;
+        ``None``: no step was computed yet, or this model's decode steps are not alike.
+        """
+        ...
+
+    def plan_in(
+        self, frame: Any, batch: RaggedRows, numbers: Sequence[npt.NDArray[Any]]
+    ) -> tuple[Hashable, list[torch.Tensor]]:
+        """Plan a step like ``SendsNumbers.plan_with``, with its numbers in a frame.
 
         Args:
             frame: of ``new_frame``.
-            batch: one token a row; as many rows in every step of this frame, and block tables as wide. A row of 0
-                tokens is padding, and a slot of -1 is none.
+            batch: one token a row. A row of 0 tokens is padding, and a slot of -1 is none.
+            numbers: arrays of as many as there are rows.
 
         Returns:
-            What its launches depend on: a recording made when it was another one is void.
+            What its launches depend on: a recording made when it was another one is void. And the arrays, which are at
+            the same addresses in every step of as many rows.
         """
         ...
 

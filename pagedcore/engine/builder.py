@@ -47,6 +47,7 @@ from pagedcore.protocols import (
     HasTextHead,
     ModelFingerprint,
     NamesVariablePart,
+    RecordsSteps,
     ReturnsHidden,
     TakesAdapters,
     TakesPositionsBack,
@@ -148,6 +149,9 @@ def build_components(
             slots = make_slots(backend, config, undo)
             memory = KVMemory(backend, config, draft, weights)
             undo.callback(memory.close)
+            for one in memory.backends:
+                if isinstance(one, RecordsSteps):
+                    one.record_steps(config.max_num_seqs, context_length(backend.max_model_len, config))
             # Why last, so that it is first: freeing the pool ends the model's use of slots.
             undo.callback(empty_slots, slots, backend)
             components = _assemble(

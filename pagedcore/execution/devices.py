@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 
 from pagedcore.errors import DeviceUnavailable
@@ -21,7 +22,7 @@ from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.machine import free_memory_bytes
 
 if TYPE_CHECKING:
-    from pagedcore.protocols import Int64Array
+    from pagedcore.protocols import Int32Array, Int64Array
     from pagedcore_kernels.layout import BlockLayout
 
 
@@ -55,13 +56,20 @@ class Device:
         devices = {parameter.device for parameter in model.parameters()}
         return model if devices <= {self.torch_device} else model.to(self.torch_device)
 
-    def send(self, numbers: Int64Array) -> torch.Tensor:
+    def send(self, numbers: Int32Array | Int64Array) -> torch.Tensor:
         """Return an array there; the copy is ordered before what is computed later and not waited for."""
         tensor = torch.from_numpy(numbers)
         if self.torch_device.type != "cuda":
             return tensor
         # Why: torch keeps pinned memory from being used again until the copy out of it has been made.
         return tensor.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def upload(self, arrays: Sequence[Int64Array]) -> list[torch.Tensor]:
+        """Return several arrays there, on a GPU flat and in int32, in one copy like that of ``send``."""
+        if self.torch_device.type != "cuda":
+            return [torch.from_numpy(array) for array in arrays]
+        joined = np.concatenate([array.reshape(-1) for array in arrays], dtype=np.int32, casting="same_kind")
+        return list(torch.split(self.send(joined), [array.size for array in arrays]))
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what a tensor there has, in this process's memory, once it has been computed."""

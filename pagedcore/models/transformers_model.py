@@ -8,13 +8,13 @@ models come from, ``decoder.py`` for the part a faster implementation replaces.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Final
 
-import numpy as np
 import torch
 
 from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, ModelTakenOver, WeightsIncomplete
@@ -29,8 +29,7 @@ from pagedcore.models.attention import convolutions, recurrences
 from pagedcore.models.attention.interface import ATTENTION_KEY, PagedStep
 from pagedcore.models.checkpoints import ownership
 from pagedcore.models.decoders.fused import best_decoder
-from pagedcore.models.decoders.graphed import GraphedSteps
-from pagedcore.models.decoders.long_angles import places_of
+from pagedcore.models.decoders.graphed import MOST_ROWS, GraphedSteps
 from pagedcore.models.decoders.plain import (
     AdaptedDecoder,
     Decoder,
@@ -40,6 +39,7 @@ from pagedcore.models.decoders.plain import (
     PlainDecoder,
     PreparesSteps,
 )
+from pagedcore.models.decoders.step_numbers import send_numbers
 from pagedcore.models.families import model_facts, supported_models
 from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore.models.fingerprint import model_fingerprint
@@ -74,7 +74,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger("pagedcore")
-_OF_POOL: Final = frozenset({"cache_store", "state_store", "_attention", "_device_tokens", "_graphed", "block_size"})
+_OF_POOL: Final = frozenset({"cache_store", "state_store", "_attention", "_device_tokens", "_graphed", "_largest_step",
+                             "block_size"})
 """What of a backend belongs to its pools, and not to its weights."""
 _OUR_PRODUCTS = PackedMatmul | PackedInt8Matmul | PackedGroupedMatmul | JoinedMatmul
 
@@ -94,6 +95,8 @@ class TransformersModel:
     pair_defaults = PairDefaults(refusal="its files were not looked at")
     _adapted: AdaptedProducts | None = None
     _device_tokens: DeviceTokens | None = None
+    _largest_step = MOST_ROWS, sys.maxsize
+    """The most rows of a decode step, and tokens of a row."""
     origin: Origin | None = None
     """How the weights were loaded, set by whoever did it."""
     has_fallen_back = False
@@ -230,9 +233,22 @@ class TransformersModel:
     def _new_graphs(self, attention: AttentionBackend) -> GraphedSteps | None:
         if self._device.graphs is None or not isinstance(attention, RecordsLaunches):
             return None
+        assert self.cache_store is not None  # Invariant: made before the backend that has it
+        num_blocks, block_size = len(self.cache_store.pool), self.cache_store.layout.block_size
+        num_rows, num_tokens = self._largest_step
         return GraphedSteps(
             self._decoder, attention, self.layers, self.dtype, self._device.torch_device, self._device.graphs,
-            self.num_short_tokens)
+            min(num_blocks, -(-num_tokens // block_size)), num_rows, self.num_short_tokens)
+
+    @torch.inference_mode()
+    def record_steps(self, num_rows: int, num_tokens: int) -> None:
+        """Record decode steps, where they can be; see ``RecordsSteps``."""
+        self._largest_step, attention, store = (num_rows, num_tokens), self._ready_attention(), self.cache_store
+        self._graphed = self._new_graphs(attention)
+        if self._graphed is not None and store is not None:
+            with self._device.computing():
+                self._graphed.record_ahead(
+                    lambda batch: self._compute(attention, batch), len(store.pool), store.layout.block_size)
 
     def free_kv_bytes(self) -> int:
         """Bytes of memory that a KV pool could take now."""
@@ -374,7 +390,7 @@ class TransformersModel:
         attention = self._ready_attention()
         assert isinstance(self._decoder, GreedyDecoder)  # Invariant: ``decodes_greedily`` was asked
         with torch_beside_kernels():
-            return self._decoder.pick(*self._arguments(attention, batch), barred)[: len(batch.logits_rows)]
+            return self._decoder.pick(*self._arguments(attention, batch)[:4], barred)[: len(batch.logits_rows)]
 
     @property
     def hidden_size(self) -> int:
@@ -386,14 +402,12 @@ class TransformersModel:
         """Compute a batch; return logits, and hidden states [H, hidden_size] in float32; see ``ReturnsHidden``. Raises
         as ``forward``.
         """
-        attention, decoder, send = self._ready_attention(), self._decoder, self._device.send
+        attention, decoder = self._ready_attention(), self._decoder
         assert isinstance(decoder, HiddenDecoder)  # Invariant: ``hidden_size`` was asked
         with self._device.computing():
-            # Why twice: no product runs over one row.
-            wanted = send(np.repeat(hidden_rows, 2) if len(hidden_rows) == 1 else hidden_rows)
-            arguments = self._arguments(attention, batch)
+            arguments = self._arguments(attention, batch, hidden_rows)
             with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
-                logits, hidden = decoder.with_hidden(*arguments, wanted)
+                logits, hidden = decoder.with_hidden(*arguments)
             fetched = self._device.fetch(hidden[: len(hidden_rows)].float().contiguous())
             return self._fetch(logits[: len(batch.logits_rows)]), fetched.numpy()
 
@@ -404,20 +418,15 @@ class TransformersModel:
         return self._attention
 
     def _arguments(
-        self, attention: AttentionBackend, batch: RaggedRows
-    ) -> tuple[PagedStep, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return what the decoder takes; a lone wanted row is there twice."""
-        send, wanted = self._device.send, batch.logits_rows
-        attention.plan(batch)
-        states = None if self.state_store is None else self.state_store.planned(batch)
-        step = PagedStep(attention, self.layers, batch, self.dtype, send(batch.positions), states)
-        places = send(places_of(batch, self.num_short_tokens))
-        return step, send(batch.token_ids), places, send(np.repeat(wanted, 2) if len(wanted) == 1 else wanted)
+        self, attention: AttentionBackend, batch: RaggedRows, further: Int64Array | None = None
+    ) -> tuple[PagedStep, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        numbers = send_numbers(self._device, attention, batch, self.num_short_tokens, further)
+        return PagedStep(attention, self.layers, batch, self.dtype, numbers[0]), *numbers[1:]
 
     def _compute(self, attention: AttentionBackend, batch: RaggedRows) -> torch.Tensor:
         arguments = self._arguments(attention, batch)
         with torch_beside_kernels() if self._device.kind == "cpu" else nullcontext():
-            return self._decoder(*arguments)[: len(batch.logits_rows)]
+            return self._decoder(*arguments[:4])[: len(batch.logits_rows)]
 
     def _compute_all(self, attention: AttentionBackend, batch: RaggedRows) -> None:
         """Compute a batch and take what choosing its tokens takes."""

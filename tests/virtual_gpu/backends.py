@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagedcore.engine.engine import Engine
@@ -102,16 +104,31 @@ class Step:
     reference: ReferenceAttention
 
 
+class Frame:
+    """A plan, and room for numbers that go along."""
+
+    def __init__(self, step: Step, most_rows: int, device: torch.device) -> None:
+        self.step, self._numbers = step, torch.empty(3 * most_rows, dtype=torch.int32, device=device)
+
+    def send(self, numbers: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        staged = torch.empty(sum(map(len, numbers)), dtype=torch.int32, pin_memory=True)
+        staged.numpy()[:] = np.concatenate(numbers)
+        self._numbers[: len(staged)].copy_(staged, non_blocking=True)
+        return list(self._numbers[: len(staged)].split(list(map(len, numbers))))
+
+
 class FramedReference(QueuedReference):
     """The same, of which decode steps can be recorded: a plan gets into its frame when its turn comes."""
 
-    def new_frame(self) -> Step:
-        return Step(self._reference)
+    def new_frame(self, most_rows: int, most_blocks: int) -> Frame:
+        return Frame(Step(self._reference), most_rows, self.pool.device)
 
-    def plan_in(self, frame: Step, batch: RaggedRows) -> int:
-        self._step, reference = frame, self._planned(batch)
-        self._enqueue("upload", lambda: setattr(frame, "reference", reference))
-        return id(frame)
+    def plan_in(
+        self, frame: Frame, batch: RaggedRows, numbers: Sequence[npt.NDArray[Any]]
+    ) -> tuple[int, list[torch.Tensor]]:
+        self._step, reference = frame.step, self._planned(batch)
+        self._enqueue("upload", lambda: setattr(frame.step, "reference", reference))
+        return id(frame), frame.send(numbers)
 
     def follow_stream(self) -> None:
         """Launches ask for the stream themselves."""

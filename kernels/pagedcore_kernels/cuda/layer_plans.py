@@ -6,19 +6,24 @@ copy; a kind met for the first time brings a copy of its own, once. Read ``work_
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from pagedcore_kernels.cuda.attention.uploads import Scratch, StepBuffer
 from pagedcore_kernels.cuda.attention.work_lists import Visibility, WorkLists, make_work_lists
-from pagedcore_kernels.cuda.shapes import DECODE_ROWS, partial_bytes
+from pagedcore_kernels.cuda.shapes import DECODE_ROWS, SEGMENT, partial_bytes
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import Int32Array, RaggedRows
 from pagedcore_kernels.layout import BlockLayout, LayerShape
 from pagedcore_kernels.step_plan import StepPlan
 
+_NUMBERS_PER_ROW: Final = 16
+"""Of a decode step, and what keeps them apart: its description, its slot, and what the caller sends along."""
 _Kind = tuple[Visibility, int]
 """What a layer's queries see, and its KV heads."""
 
@@ -38,24 +43,28 @@ class DeviceWork:
 
 @dataclass
 class SharedStep:
-    """One step on the device: ``rows`` [R, 4] are first token, tokens, positions and 0 of each row; all int32."""
+    """One step on the device: ``rows`` [R, 4] are first token, tokens, positions and the place of its table among
+    ``tables``; ``numbers`` are the caller's; all int32.
+    """
 
     plan: StepPlan
     tables: torch.Tensor
     rows: torch.Tensor
     slots: torch.Tensor
+    numbers: list[torch.Tensor]
     is_framed: bool = False
     """Whether its launches are those of every step in its frame, whatever of it is padding."""
     work: dict[_Kind, DeviceWork] = field(default_factory=dict)
 
 
 class StepFrame:
-    """Where the numbers of decode steps of one size stay on the device, so that recorded launches find those of the
-    next step: every step has as many rows, tables as wide, and as many items of work, some of them empty.
+    """Where the numbers of decode steps stay on the device, so that recorded launches find those of the next step.
+
+    Invariant: every step of as many rows has as many items of work, some of them empty, at the same places.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.buffer = StepBuffer(device)
+    def __init__(self, device: torch.device, room: int) -> None:
+        self.buffer = StepBuffer(device, room)
 
 
 class LayerPlans:
@@ -81,22 +90,32 @@ class LayerPlans:
         """One counter per set of partial results, all 0."""
         return self._scratch.counters
 
-    @property
-    def can_frame(self) -> bool:
-        """Whether decode steps are cut into items for one kernel: all kinds of layers are known, and none has more
-        query heads for a KV head than an item has rows.
+    def new_frame(self, most_rows: int, most_blocks: int) -> StepFrame | None:
+        """Return room for decode steps of up to so many rows with up to so many blocks each, and for their partial
+        results; ``None``: such steps are not cut into items for one kernel, because no step was computed yet, or a kind
+        of layers has more query heads for a KV head than an item has rows.
         """
-        return bool(self._kinds) and all(visibility.group <= DECODE_ROWS for visibility, _ in self._kinds)
+        if not self._kinds or any(visibility.group > DECODE_ROWS for visibility, _ in self._kinds):
+            return None
+        # Why the pool bounds it: rows that share no blocks have no more tokens. For those that do it may have to grow.
+        segments = min(most_rows * most_blocks, self._num_blocks) * self._layout.block_size // SEGMENT + most_rows
+        kv_heads = max(kv_heads for _, kv_heads in self._kinds)
+        self._scratch.reserve(segments * kv_heads * self._partial_floats, segments * kv_heads)
+        items = sum(8 * self._num_items(most_rows, kv_heads) for _, kv_heads in self._kinds)
+        return StepFrame(self.partials.device, most_rows * (_NUMBERS_PER_ROW + most_blocks) + items)
 
     def addresses(self, frame: StepFrame) -> tuple[int, ...]:
         """Return what launches of a step in a frame have been told, and what stays until something has to grow."""
         return frame.buffer.address, self.partials.data_ptr(), self.counters.data_ptr(), len(self._kinds)
 
-    def begin(self, batch: RaggedRows, frame: StepFrame | None = None) -> SharedStep:
+    def begin(
+        self, batch: RaggedRows, numbers: Sequence[npt.NDArray[Any]] = (), frame: StepFrame | None = None
+    ) -> SharedStep:
         """Check a batch and copy everything that known kinds of layers need, in one copy.
 
         Args:
-            batch: the rows; in a frame as many as in every other step there, and tables as wide.
+            batch: the rows.
+            numbers: further arrays of integers that go along; in a frame of as many as there are rows.
             frame: where the numbers go; ``None``: they go where there is room.
 
         Raises:
@@ -106,11 +125,12 @@ class LayerPlans:
         lists = [self._cut(plan, kind) for kind in self._kinds]
         if frame is not None:
             lists = [self._fill(each, kv_heads, plan) for each, (_, kv_heads) in zip(lists, self._kinds, strict=True)]
-        arrays: list[Int32Array] = [plan.block_tables, _rows_of(plan), plan.slots.astype(np.int32)]
-        tables, rows, slots, *work = (self._step_buffer if frame is None else frame.buffer).upload(
-            [*arrays, *(part for each in lists for part in (each.decode, each.prefill))]
-        )
-        step = SharedStep(plan, tables, rows, slots, frame is not None)
+        parts = [part for each in lists for part in (each.decode, each.prefill)]
+        # Why tables last: they are as wide as the longest row needs, and all else of a frame stays in its place.
+        sent = (self._step_buffer if frame is None else frame.buffer).upload(
+            [*numbers, _rows_of(plan), plan.slots, *parts, plan.block_tables])
+        rows, slots, *work, tables = sent[len(numbers) :]
+        step = SharedStep(plan, tables, rows, slots, sent[: len(numbers)], frame is not None)
         for i, (kind, each) in enumerate(zip(self._kinds, lists, strict=True)):
             step.work[kind] = DeviceWork.of(each, work[2 * i], work[2 * i + 1])
         return step
@@ -130,9 +150,13 @@ class LayerPlans:
         """Add empty items up to the most that a step of so many rows is cut into."""
         if len(lists.prefill):
             raise InternalError("CUDA step: a row has more tokens than a decode item, expected one token of each row.")
-        items = np.full((plan.num_rows + max(1, self._num_ctas // kv_heads), 8), -1, np.int32)
+        items = np.full((self._num_items(plan.num_rows, kv_heads), 8), -1, np.int32)
         items[: len(lists.decode)] = lists.decode
         return WorkLists(items, lists.prefill, lists.num_partials)
+
+    def _num_items(self, num_rows: int, kv_heads: int) -> int:
+        """Return how many items so many decode rows are cut into at most."""
+        return num_rows + max(1, self._num_ctas // kv_heads)
 
     def _cut(self, plan: StepPlan, kind: _Kind) -> WorkLists:
         visibility, kv_heads = kind
@@ -146,4 +170,5 @@ def _rows_of(plan: StepPlan) -> Int32Array:
     rows[:, 0] = plan.query_start[:-1]
     rows[:, 1] = plan.query_lens
     rows[:, 2] = plan.kv_lens
+    rows[:, 3] = np.arange(plan.num_rows) * plan.block_tables.shape[1]
     return rows

@@ -174,7 +174,7 @@ class CudaDecoder(Decoder):
         assert launches is not None
         attention: Any = step.attention
         slots = attention.planned_slots()
-        residual, addend, positions = self._embed(token_ids), None, positions.to(torch.int32)
+        residual, addend = self._embed(token_ids), None
         place, num = self._layers[0].place, len(token_ids)
         normed, gated = torch.empty_like(residual), residual.new_empty(num, self._sizes[1])
         # Why zeros: attention leaves rows of padding as they are.

@@ -2,7 +2,8 @@
 
 The general path launches a thousand kernels a step from Python, which takes ten times as long as the GPU computes. A
 step in which every row decodes is padded to the next size, its numbers are put where the recording of that size reads
-them, and the recording is launched. Source: CUDA graphs, as vLLM and SGLang use them for decoding.
+them, in one copy, and the recording is launched. Sizes are recorded when an engine starts. Source: CUDA graphs, as vLLM
+and SGLang use them for decoding.
 
 Invariant: a row is computed by the same kernels on the same numbers as without a recording, in company of padding; the
 first step of each recording is computed both ways and compared.
@@ -11,6 +12,7 @@ first step of each recording is computed both ways and compared.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -18,7 +20,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
-from pagedcore.execution.ragged_batch import RaggedBatch
+from pagedcore.execution.ragged_batch import RaggedBatch, assemble
 from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.attention.layers import AttentionLayer
 from pagedcore.models.decoders.long_angles import places_of
@@ -28,8 +30,12 @@ from pagedcore_kernels.interface import RecordsLaunches
 
 MOST_ROWS: Final = 512
 """Rows of the largest step that is recorded."""
-_LEAST_WIDTH: Final = 16
-"""Blocks of the narrowest block table; wider ones are twice as wide each."""
+MOST_SECONDS: Final = 60.0
+"""How long recording ahead may take at an engine's start; sizes that are left are recorded when they are first met."""
+_POSITIONS: Final = 3
+"""Of the rows that sizes are recorded with ahead: two of a prompt, and the one that is decoded."""
+_TRIED_TOKENS: Final = 32
+"""Tokens of those rows: the first ones of the vocabulary."""
 _log = logging.getLogger("pagedcore")
 
 
@@ -42,16 +48,15 @@ class Graphs(Protocol):
 
 @dataclass(slots=True)
 class _Recording:
-    """One size of steps. It keeps every tensor that launches were told of and that was made before they were."""
+    """One size of steps."""
 
-    frame: Any
-    numbers: torch.Tensor
-    """int64 [3, T] on the device: token ids, positions and places (see ``long_angles.py``)."""
+    relies_on: Hashable
+    replay: Callable[[], None]
+    """Launches it."""
+    logits: torch.Tensor
+    """What this fills."""
     rows: torch.Tensor
-    """int64 [T] there: 0, 1, ..., T - 1, all of whose logits are wanted."""
-    relies_on: Hashable = None
-    made: tuple[Callable[[], None], torch.Tensor] | None = None
-    """What launches it, and the logits that this fills."""
+    """0, 1, ...: launches were told of it, and it was made before they were."""
 
 
 class GraphedSteps:
@@ -64,19 +69,49 @@ class GraphedSteps:
         dtype: of the KV pool.
         device: where the model computes.
         graphs: records launches.
+        most_blocks: of a row.
+        most_rows: of a step that is recorded, ``MOST_ROWS`` at most.
         num_short_tokens: as in ``places_of``.
     """
 
     def __init__(
         self, decoder: Decoder, attention: RecordsLaunches, layers: Mapping[int, AttentionLayer], dtype: torch.dtype,
-        device: torch.device, graphs: Graphs, num_short_tokens: int | None = None,
+        device: torch.device, graphs: Graphs, most_blocks: int, most_rows: int = MOST_ROWS,
+        num_short_tokens: int | None = None,
     ) -> None:
         self._decoder, self._layers, self._dtype, self._device = decoder, layers, dtype, device
         self._attention: Any = attention
         self._graphs, self._num_short_tokens = graphs, num_short_tokens
-        self._recordings: dict[tuple[int, int], _Recording] = {}
+        self._most_rows, self._most_blocks = min(most_rows, MOST_ROWS), most_blocks
+        self._frame: Any = None
+        self._recordings: dict[int, _Recording] = {}
         self.is_possible = True
         """Whether this model's steps can be recorded, as far as is known."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """Numbers of rows that there are recordings for: powers of two, and the most rows."""
+        below = [1 << power for power in range(self._most_rows.bit_length()) if 1 << power < self._most_rows]
+        return [*below, self._most_rows]
+
+    def record_ahead(self, compute: Callable[[RaggedBatch], object], num_blocks: int, block_size: int) -> None:
+        """Record all sizes, the largest first, so that the others find room in its memory; say so in the log.
+
+        Args:
+            compute: computes a batch as usual.
+            num_blocks: of the pool, in which nothing is kept yet.
+            block_size: tokens of a block.
+        """
+        begin, left = time.monotonic(), self.sizes[::-1]
+        num_groups = num_blocks // -(-_POSITIONS // block_size)
+        _log.info("recording decode steps of %s rows, for %.0f s at most", ", ".join(map(str, left)), MOST_SECONDS)
+        if num_groups:
+            compute(_trial(left[0], num_groups, block_size, range(_POSITIONS - 1)))
+        while left and num_groups and self.is_possible and time.monotonic() - begin < MOST_SECONDS:
+            if self.run(_trial(left[0], num_groups, block_size, range(_POSITIONS - 1, _POSITIONS))) is None:
+                return
+            num_rows = left.pop(0)
+            _log.info("decode steps of %d rows are recorded, after %.1f s", num_rows, time.monotonic() - begin)
 
     def run(self, batch: RaggedRows) -> torch.Tensor | None:
         """Compute a batch; return logits [S, vocabulary] on the device, valid until the next one.
@@ -84,52 +119,51 @@ class GraphedSteps:
         ``None``: it has to be computed as usual, because not every row decodes, or this model cannot be recorded.
         """
         num_rows = len(batch.kv_lens)
-        if not self.is_possible or num_rows > MOST_ROWS or not _decodes_all(batch):
+        if not self.is_possible or num_rows > self._most_rows or not _decodes_all(batch):
             return None
-        padded = _padded(batch)
-        key = len(padded.kv_lens), padded.block_tables.shape[1]
-        recording = self._recordings.get(key)
-        if recording is None:
-            if (frame := self._attention.new_frame()) is None:
-                return None
-            numbers = torch.empty(3, len(padded.token_ids), dtype=torch.int64, device=self._device)
-            rows = torch.arange(len(padded.token_ids), device=self._device)
-            recording = self._recordings[key] = _Recording(frame, numbers, rows)
-        relies_on = self._attention.plan_in(recording.frame, padded)
-        places = places_of(padded, self._num_short_tokens)
-        staged = torch.from_numpy(np.stack((padded.token_ids, padded.positions, places)))
-        # Why pinned: the copy is not waited for, and torch keeps such memory until it was made.
-        recording.numbers.copy_(staged.pin_memory() if self._device.type == "cuda" else staged, non_blocking=True)
-        if recording.made is None or recording.relies_on != relies_on:
-            recording.made, recording.relies_on = None, relies_on
-            return self._record(recording, padded, num_rows)
-        replay, logits = recording.made
-        replay()
-        return logits[:num_rows]
+        if self._frame is None:
+            self._frame = self._attention.new_frame(self._most_rows, self._most_blocks)
+        if self._frame is None:
+            return None
+        padded = _padded(batch, size := min(1 << (num_rows - 1).bit_length(), self._most_rows))
+        numbers = [padded.token_ids, padded.positions]
+        if self._num_short_tokens is not None:
+            numbers.append(places_of(padded, self._num_short_tokens))
+        relies_on, sent = self._attention.plan_in(self._frame, padded, numbers)
+        recording = self._recordings.get(size)
+        if recording is None or recording.relies_on != relies_on:
+            # Why first: the memory of one that is void is there for the next.
+            self._recordings.pop(size, None)
+            return self._record(padded, sent, relies_on, num_rows)
+        recording.replay()
+        return recording.logits[:num_rows]
 
-    def _record(self, recording: _Recording, padded: RaggedBatch, num_rows: int) -> torch.Tensor | None:
+    def _record(
+        self, padded: RaggedRows, sent: list[torch.Tensor], relies_on: Hashable, num_rows: int
+    ) -> torch.Tensor:
         """Compute a step as usual, record it, and compare; if that is impossible, never try again."""
-        token_ids, positions, places = recording.numbers
+        token_ids, positions, places = sent[0], sent[1], sent[-1]
         step = PagedStep(self._attention, self._layers, padded, self._dtype, positions)
+        rows = torch.arange(len(token_ids), device=self._device)
 
         def compute() -> torch.Tensor:
             self._attention.follow_stream()
-            return self._decoder(step, token_ids, places, recording.rows)
+            return self._decoder(step, token_ids, places, rows)
 
         expected = compute()[:num_rows]
         try:
-            made = replay, logits = self._graphs.record(compute)
+            replay, logits = self._graphs.record(compute)
             replay()
             is_same = torch.equal(logits[:num_rows], expected)
             reason = "" if is_same else "a recorded step computed other logits"
             # Why last: what an interrupt breaks off here was not compared, and is recorded again.
-            recording.made = made
+            self._recordings[len(token_ids)] = _Recording(relies_on, replay, logits, rows)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
         finally:
             self._attention.follow_stream()
         if reason:
-            self.is_possible = False
+            self.is_possible, self._frame = False, None
             self._recordings.clear()
             _log.warning("decode steps are launched kernel by kernel, as they cannot be recorded: %s", reason)
         return expected
@@ -142,20 +176,31 @@ def _decodes_all(batch: RaggedRows) -> bool:
         (batch.logits_rows == np.arange(num_rows)).all())
 
 
-def _padded(batch: RaggedRows) -> RaggedBatch:
-    """Return a decode step with rows up to a power of two, two at least, and tables as wide as one, 16 at least."""
-    num_rows, width = batch.block_tables.shape
-    most = max(2, 1 << (num_rows - 1).bit_length())
-    tables = np.full((most, max(_LEAST_WIDTH, 1 << (width - 1).bit_length())), -1, np.int32)
-    tables[:num_rows, :width] = batch.block_tables
+def _padded(batch: RaggedRows, size: int) -> RaggedRows:
+    """Return a decode step with so many rows, and as many tokens."""
+    num_rows = len(batch.kv_lens)
+    if num_rows == size == len(batch.token_ids):
+        return batch
+    tables = np.full((size, batch.block_tables.shape[1]), -1, np.int32)
+    tables[:num_rows] = batch.block_tables
 
     def up_to(numbers: Any, size: int, rest: int) -> Any:
         return np.concatenate((numbers[:size], np.full(size - len(numbers[:size]), rest, numbers.dtype)))
 
     given = {"token_ids": 0, "positions": 0, "slot_mapping": -1}
-    tokens = {name: up_to(getattr(batch, name)[:num_rows], most, rest) for name, rest in given.items()}
+    tokens = {name: up_to(getattr(batch, name)[:num_rows], size, rest) for name, rest in given.items()}
     return RaggedBatch(
-        **tokens, seq_ids=up_to(batch.seq_ids, most, -1), kv_lens=up_to(batch.kv_lens, most, 0), block_tables=tables,
-        query_start=up_to(batch.query_start, most + 1, num_rows), logits_rows=np.arange(most),
-        is_long=None if batch.is_long is None else up_to(batch.is_long, most, False),
+        **tokens, seq_ids=up_to(batch.seq_ids, size, -1), kv_lens=up_to(batch.kv_lens, size, 0), block_tables=tables,
+        query_start=up_to(batch.query_start, size + 1, num_rows), logits_rows=np.arange(size),
+        is_long=None if batch.is_long is None else up_to(batch.is_long, size, False),
     )
+
+
+def _trial(num_rows: int, num_groups: int, block_size: int, positions: range) -> RaggedBatch:
+    """Return a step that computes the same positions of so many rows, which share as many groups of blocks."""
+    blocks, groups = -(-_POSITIONS // block_size), np.arange(num_rows) % num_groups
+    # Why by group: rows that write to one place write the same there.
+    token_ids = (groups[:, None] + np.array(positions)).reshape(-1) % _TRIED_TOKENS
+    begins, counts = np.full(num_rows, positions.start), np.full(num_rows, len(positions))
+    tables = [np.arange(group * blocks, (group + 1) * blocks, dtype=np.int32) for group in groups.tolist()]
+    return assemble(token_ids, begins, counts, seq_ids=np.arange(num_rows), tables=tables, block_size=block_size)

@@ -55,7 +55,7 @@ class Decoder(Protocol):
 
         Args:
             step: takes the attention calls.
-            token_ids: int64 [T], T at least 2.
+            token_ids: int64 [T], T at least 2; this and the others on a GPU in int32, where T and S may be 1.
             positions: int64 [T], or places; see ``long_angles.py``.
             rows: int64 [S], S not 1: those of the T tokens whose logits are wanted.
 
@@ -249,6 +249,8 @@ def router_products(linears: LinearFactory) -> LinearFactory:
 
 def call_model(model: Any, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Call a causal language model of transformers on one flat row; return logits [S, vocabulary]."""
+    # Why: on a GPU a step's numbers have half the size of those that modules take.
+    token_ids, positions, rows = token_ids.long(), positions.long(), rows.long()
     output = model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
     logits: torch.Tensor = output.logits[0]
     return logits

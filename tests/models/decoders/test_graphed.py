@@ -13,6 +13,7 @@ import torch
 
 from pagedcore.execution.cuda_graphs import CudaGraphs
 from pagedcore.execution.ragged_batch import RaggedBatch, assemble
+from pagedcore.models.decoders import graphed
 from pagedcore.models.decoders.graphed import MOST_ROWS, GraphedSteps
 from virtual_gpu.machine import Machine
 from virtual_gpu.torch_cuda import virtual_gpus
@@ -29,19 +30,21 @@ def gpus() -> Iterator[Machine]:
 
 
 class Frames:
-    """An attention backend that notes what it was given; frames are numbered."""
+    """An attention backend that notes what it was given."""
 
     def __init__(self) -> None:
-        self.planned: list[tuple[int, RaggedBatch]] = []
+        self.planned: list[RaggedBatch] = []
         self.has_frames, self.place, self.num_frames = True, 0, 0
 
-    def new_frame(self) -> int | None:
+    def new_frame(self, most_rows: int, most_blocks: int) -> torch.Tensor | None:
         self.num_frames += self.has_frames
-        return self.num_frames if self.has_frames else None
+        return torch.empty(3 * most_rows, dtype=torch.int32, device=GPU) if self.has_frames else None
 
-    def plan_in(self, frame: int, batch: RaggedBatch) -> tuple[int, int]:
-        self.planned.append((frame, batch))
-        return frame, self.place
+    def plan_in(self, frame: torch.Tensor, batch: RaggedBatch, numbers: list[Any]) -> tuple[int, list[torch.Tensor]]:
+        self.planned.append(batch)
+        staged = torch.from_numpy(np.concatenate(numbers, dtype=np.int32, casting="same_kind")).pin_memory()
+        frame[: len(staged)].copy_(staged, non_blocking=True)
+        return self.place, list(frame[: len(staged)].split([len(one) for one in numbers]))
 
     def follow_stream(self) -> None:
         pass
@@ -63,29 +66,85 @@ def decode(*positions: int, counts: list[int] | None = None) -> RaggedBatch:
 
 def make(**more: Any) -> tuple[GraphedSteps, Frames]:
     attention = Frames()
-    return GraphedSteps(decoder, attention, {}, torch.float32, GPU, CudaGraphs(GPU), **more), attention
+    return GraphedSteps(decoder, attention, {}, torch.float32, GPU, CudaGraphs(GPU), 100, **more), attention
 
 
 def test_steps_of_one_size_are_one_recording(gpus: Machine) -> None:
-    """Three rows and four are both steps of four, each with its own numbers; a wider table and five rows are others."""
+    """Three rows and four are both steps of four, however long they are, each with its own numbers; five rows are other
+    steps, and so is one; there is one frame."""
     steps, attention = make()
     for positions in [(3, 9, 4), (3, 9, 4), (1, 2, 3, 70), (12, 2, 3), (5,) * 5, (100, 3, 2, 1), (0,), (6,)]:
         batch = decode(*positions)
         found = steps.run(batch)
         assert found is not None
         assert found.tolist() == [[(7 + row) * 1000.0 + at] * 3 for row, at in enumerate(positions)]
-    assert gpus.counts["graphs recorded"] == 4
+    assert gpus.counts["graphs recorded"] == 3
     assert gpus.counts["graph launches"] == 8
-    assert [frame for frame, _ in attention.planned] == [1, 1, 1, 1, 2, 3, 4, 4]
+    assert [len(batch.token_ids) for batch in attention.planned] == [4, 4, 4, 4, 8, 4, 1, 1]
+    assert attention.num_frames == 1
+
+
+def test_the_largest_size_is_the_most_rows() -> None:
+    """Sizes are powers of two up to what an engine has room for, which no step is padded beyond."""
+    steps, attention = make(most_rows=6)
+    assert steps.sizes == [1, 2, 4, 6]
+    for num_rows in (5, 6):
+        assert steps.run(decode(*range(num_rows))) is not None
+    assert [len(batch.token_ids) for batch in attention.planned] == [6, 6]
+    assert steps.run(decode(*range(7))) is None
+
+
+def test_a_replay_is_one_copy_and_one_launch(gpus: Machine) -> None:
+    """Nothing is allocated on the GPU, nothing else is sent and nobody waits; tensors stay where they are."""
+    steps, _ = make()
+    first = steps.run(decode(3, 9, 4))
+    before = gpus.counts.copy()
+    found = steps.run(decode(1, 2, 3))
+    assert gpus.counts - before == {
+        "copies to the device": 1, "bytes to the device": 4 * 4 * 2, "graph launches": 1}
+    assert first is not None
+    assert found is not None
+    again = steps.run(decode(5, 6, 7))
+    assert again is not None
+    assert again.data_ptr() == found.data_ptr()
+
+
+def test_sizes_are_recorded_ahead(gpus: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    """The largest first, from rows that have been computed; the log says how far it is; nothing is recorded later."""
+    steps, attention = make(most_rows=6)
+    computed = list[RaggedBatch]()
+    with caplog.at_level(logging.INFO, logger="pagedcore"):
+        steps.record_ahead(computed.append, 4, WIDTH)
+    assert [(len(batch.kv_lens), batch.kv_lens[0]) for batch in computed] == [(6, 2)]
+    assert [len(batch.token_ids) for batch in attention.planned] == [6, 4, 2, 1]
+    assert attention.planned[0].block_tables.tolist() == [[0], [1], [2], [3], [0], [1]]
+    assert [attention.planned[0].kv_lens[0], *attention.planned[0].token_ids[:5]] == [3, 2, 3, 4, 5, 2]
+    assert caplog.messages[0] == "recording decode steps of 6, 4, 2, 1 rows, for 60 s at most"
+    assert [line.split(" are")[0] for line in caplog.messages[1:]] == [
+        f"decode steps of {num_rows} rows" for num_rows in (6, 4, 2, 1)]
+    steps.run(decode(1, 2, 3))
+    assert gpus.counts["graphs recorded"] == 4
+
+
+@pytest.mark.parametrize(("num_blocks", "seconds", "expected"), [(4, 0.0, 0), (0, 60.0, 0), (4, 60.0, 1)])
+def test_recording_ahead_has_an_end(
+    num_blocks: int, seconds: float, expected: int, monkeypatch: pytest.MonkeyPatch, gpus: Machine
+) -> None:
+    """It takes no longer than is said, needs room for a row, and ends where nothing can be recorded."""
+    steps, _ = make(most_rows=6)
+    monkeypatch.setattr(graphed, "MOST_SECONDS", seconds)
+    monkeypatch.setattr(steps, "_decoder", lambda *step: decoder(*step).cpu().to(GPU))
+    steps.record_ahead(lambda batch: None, num_blocks, WIDTH)
+    assert gpus.counts["graphs recorded"] == expected
+    assert steps.is_possible == (not expected)
 
 
 def test_padding_is_no_row() -> None:
     """What is added has no token, no slot and no block, so that nothing is written and nothing read for it."""
     steps, attention = make()
     steps.run(decode(3, 9, 4))
-    ((_, batch),) = attention.planned
-    assert batch.block_tables.shape == (4, 16)
-    assert batch.block_tables[:, :3].tolist() == [[100, -1, -1], [200, 201, -1], [300, -1, -1], [-1, -1, -1]]
+    (batch,) = attention.planned
+    assert batch.block_tables.tolist() == [[100, -1], [200, 201], [300, -1], [-1, -1]]
     assert batch.query_start.tolist() == [0, 1, 2, 3, 3]
     assert batch.kv_lens.tolist() == [4, 10, 5, 0]
     assert batch.slot_mapping.tolist() == [503, 1009, 1504, -1]

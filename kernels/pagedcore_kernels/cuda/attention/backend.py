@@ -6,8 +6,9 @@ is behind ``driver.py``, the cutting of work in ``work_lists.py``, the arithmeti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -140,18 +141,25 @@ class NumbaCudaAttention:
         Raises:
             InternalError: a block id, slot or length is out of range; nothing was computed.
         """
+        self.plan_with(batch, ())
+
+    def plan_with(self, batch: RaggedRows, numbers: Sequence[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """Plan a step and send arrays along; see ``SendsNumbers``. Raises as ``plan``."""
         self._driver.begin_step()
-        self._step = self._plans.begin(batch)
+        self._step = self._plans.begin(batch, numbers)
+        return self._step.numbers
 
-    def new_frame(self) -> StepFrame | None:
+    def new_frame(self, most_rows: int, most_blocks: int) -> StepFrame | None:
         """Return room for steps that are recorded; see ``RecordsLaunches``."""
-        return StepFrame(self._pool.device) if self._plans.can_frame else None
+        return self._plans.new_frame(most_rows, most_blocks)
 
-    def plan_in(self, frame: StepFrame, batch: RaggedRows) -> tuple[int, ...]:
+    def plan_in(
+        self, frame: StepFrame, batch: RaggedRows, numbers: Sequence[npt.NDArray[Any]]
+    ) -> tuple[tuple[int, ...], list[torch.Tensor]]:
         """Plan a step whose numbers are in a frame; see ``RecordsLaunches``. Raises as ``plan``."""
         self._driver.begin_step()
-        self._step = self._plans.begin(batch, frame)
-        return self._plans.addresses(frame)
+        self._step = self._plans.begin(batch, numbers, frame)
+        return self._plans.addresses(frame), self._step.numbers
 
     def follow_stream(self) -> None:
         """Launch on the stream that torch works on now; see ``RecordsLaunches``."""
@@ -233,9 +241,8 @@ class NumbaCudaAttention:
         arguments: tuple[Argument, ...] = (
             query, self._keys[layer], self._values[layer], step.tables, None, step.rows, output, self._plans.partials,
             self._plans.counters, _floats(slopes), _floats(sinks), self._scales[layer], self._layout.block_bytes,
-            query.stride(0) * query.itemsize, query.stride(1) * query.itemsize, step.plan.block_tables.shape[1],
-            self._block_shift, shape.num_kv_heads, visibility.group, visibility.window, visibility.chunk, unit,
-            cap_input,
+            query.stride(0) * query.itemsize, query.stride(1) * query.itemsize, self._block_shift, shape.num_kv_heads,
+            visibility.group, visibility.window, visibility.chunk, unit, cap_input,
         )
         kernel = AttentionShape(shape.key_head_size, shape.value_head_size, self._query_format, self._pool_format)
         for family, items, count in work.launches:

@@ -25,7 +25,7 @@ from pagedcore_kernels.cuda.shapes import (
 )
 from pagedcore_kernels.errors import InvalidConfig
 
-ATTENTION_PARAMETERS: Final = "QQQQQQQQQQQQQIIIiiiiiff"
+ATTENTION_PARAMETERS: Final = "QQQQQQQQQQQQQIIiiiiiff"
 """Letters of ``struct``: 12 addresses, the bytes from block to block, and the sizes that ``device/decode.py`` names."""
 WRITE_PARAMETERS: Final = "QQQQQQQIIIIIii"
 COPY_PARAMETERS: Final = "QQQQI"

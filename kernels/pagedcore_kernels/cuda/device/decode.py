@@ -55,7 +55,7 @@ def decode_kernel(shape: AttentionShape) -> Any:
     FLAG_AT = P_AT + ROWS * PROW
 
     def decode(query, keys, values, tables, work, rows_info, output, partials, counters, slopes, sinks, scales,
-               block_stride, query_token, query_head, table_stride, block_shift, kv_heads, group, window, chunk,
+               block_stride, query_token, query_head, block_shift, kv_heads, group, window, chunk,
                unit, cap_input):
         base = ptx.shared_address(cuda.shared.array(0, dtype=np.uint8))
         t = i32(cuda.threadIdx.x)
@@ -90,7 +90,7 @@ def decode_kernel(shape: AttentionShape) -> Any:
         opens = slot == first_slot                    # this item starts where its rows' context does
         j = i32(max(begin, i32(segment0 * SEGMENT)))
         end = i32(min(i32(last_position + 1), i32(segment1 * SEGMENT)))
-        table = tables + u64(row) * u64(table_stride) * u64(4)
+        table = tables + u64(u32(info[3])) * u64(4)
         k_head = keys + u64(u32(head << block_shift)) * u64(KROW - PADDING)
         v_head = values + u64(u32(head << block_shift)) * u64(VROW - PADDING)
 

@@ -48,7 +48,7 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
     TOTAL_AT = Q_AT + ROWS * QROW
 
     def prefill(query, keys, values, tables, work, rows_info, output, partials, counters, slopes, sinks, scales,
-                block_stride, query_token, query_head, table_stride, block_shift, kv_heads, group, window, chunk,
+                block_stride, query_token, query_head, block_shift, kv_heads, group, window, chunk,
                 unit, cap_input):
         base = ptx.shared_address(cuda.shared.array(0, dtype=np.uint8))
         t = i32(cuda.threadIdx.x)
@@ -76,7 +76,7 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
         all_visible_from = num.first_visible(last_position, window, chunk)
         j = i32(i32(u32(begin) // u32(TILE)) * TILE)
         end = i32(last_position + 1)
-        table = tables + u64(row) * u64(table_stride) * u64(4)
+        table = tables + u64(u32(info[3])) * u64(4)
         k_head = keys + u64(u32(head << block_shift)) * u64(KROW - PADDING)
         v_head = values + u64(u32(head << block_shift)) * u64(VROW - PADDING)
 
