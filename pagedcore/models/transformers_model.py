@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, ModelTakenOver, WeightsIncomplete
+from pagedcore.errors import InternalError, InvalidConfig, ModelNotSupported, ModelTakenOver
 from pagedcore.execution.device_sampler import DeviceTokens
 from pagedcore.execution.devices import CPU, Device
 from pagedcore.execution.failures import is_out_of_memory
@@ -28,7 +28,7 @@ from pagedcore.models.adapted_layers import AdaptedProducts, why_no_adapters
 from pagedcore.models.attention import convolutions, recurrences
 from pagedcore.models.attention.interface import ATTENTION_KEY, PagedStep
 from pagedcore.models.checkpoints import ownership
-from pagedcore.models.decoders.fused import best_decoder
+from pagedcore.models.decoders.choice import best_factory
 from pagedcore.models.decoders.graphed import MOST_ROWS, GraphedSteps
 from pagedcore.models.decoders.plain import (
     AdaptedDecoder,
@@ -36,7 +36,7 @@ from pagedcore.models.decoders.plain import (
     DecoderFactory,
     GreedyDecoder,
     HiddenDecoder,
-    PlainDecoder,
+    Incomplete,
     PreparesSteps,
 )
 from pagedcore.models.decoders.step_numbers import send_numbers
@@ -67,7 +67,7 @@ from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul
 from pagedcore_kernels.cpu.matmul.packed_int8 import PackedInt8Matmul
 from pagedcore_kernels.cpu.runtime.threads import Computing, num_threads, torch_beside_kernels
-from pagedcore_kernels.interface import ChoosesTokens, LaunchesKernels, RecordsLaunches
+from pagedcore_kernels.interface import ChoosesTokens, RecordsLaunches
 from pagedcore_kernels.layout import BlockLayout
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class TransformersModel:
         is_decoded_late = not self._is_quantized and has_unpacked(model)
         if self._scheme or is_decoded_late:
             linears = StoredLinears(linears)
-        factory = decoder_factory or _best_decoders(device, attention_factory, linears)
+        factory = decoder_factory or best_factory(device.kind, attention_factory, linears)
         with torch.inference_mode(), device.computing():
             # Why: to compare logits with those of the weights in files takes a second for each gigabyte, and products
             # were compared with their weights one by one. Quantised ones do not compute what those weights would.
@@ -574,33 +574,12 @@ class TransformersModel:
             self.state_store = None
 
 
-def _best_decoders(device: Device, attention_factory: AttentionFactory, linears: LinearFactory) -> DecoderFactory:
-    """Return what makes the best decoder on a device, beside such an attention backend."""
-    if device.kind == "cpu":
-        return partial(best_decoder, linears=linears)
-    if not isinstance(attention_factory, LaunchesKernels):
-        return PlainDecoder
-    from pagedcore.models.decoders.cuda_decoder import best_cuda_decoder
-
-    return best_cuda_decoder
-
-
 def _both(one: OnUnused, other: OnUnused) -> OnUnused:
     def call(weight: torch.Tensor) -> None:
         one(weight)
         other(weight)
 
     return call
-
-
-class Incomplete(Decoder):
-    """In the place of a decoder whose products are gone."""
-
-    def __call__(
-        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """Raise ``WeightsIncomplete``."""
-        raise WeightsIncomplete
 
 
 @contextmanager

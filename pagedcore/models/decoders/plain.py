@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from pagedcore.errors import WeightsIncomplete
 from pagedcore.models.attention.interface import PagedStep, attention_step
 from pagedcore.models.attention.layers import AttentionLayer, RecordingStep
 from pagedcore.models.decoders.long_angles import turn_by_place
@@ -223,6 +224,16 @@ class ModuleDecoder(PlainDecoder):
             call_model(self._model, tokens, tokens, tokens)
         for module in found:
             complete_vectors(module)
+
+
+class Incomplete(Decoder):
+    """In the place of a decoder whose products are gone."""
+
+    def __call__(
+        self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """Raise ``WeightsIncomplete``."""
+        raise WeightsIncomplete
 
 
 @contextmanager
