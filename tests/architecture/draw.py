@@ -19,6 +19,7 @@ from architecture import (  # noqa: E402
     draw_rooms,
     draw_slots,
     draw_speculation,
+    draw_states,
     draw_step,
 )
 
@@ -35,6 +36,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "docs/step.svg": draw_step.draw,
     "docs/speculation.svg": draw_speculation.draw,
     "docs/lora.svg": draw_adapters.draw,
+    "docs/recurrent.svg": draw_states.draw,
 }
 
 if __name__ == "__main__":
