@@ -421,7 +421,8 @@ class TransformersModel:
         self, attention: AttentionBackend, batch: RaggedRows, further: Int64Array | None = None
     ) -> tuple[PagedStep, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         numbers = send_numbers(self._device, attention, batch, self.num_short_tokens, further)
-        return PagedStep(attention, self.layers, batch, self.dtype, numbers[0]), *numbers[1:]
+        states = None if self.state_store is None else self.state_store.planned(batch)
+        return PagedStep(attention, self.layers, batch, self.dtype, numbers[0], states), *numbers[1:]
 
     def _compute(self, attention: AttentionBackend, batch: RaggedRows) -> torch.Tensor:
         arguments = self._arguments(attention, batch)
