@@ -30,6 +30,7 @@ from kernels.state_cases import (
 from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore_kernels.cpu.recurrence import outer_products
 from pagedcore_kernels.cpu.recurrence.states import RecurrentStates
+from pagedcore_kernels.cpu.runtime.kernel import Kernel
 from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, StepShape
 from pagedcore_kernels.cpu.runtime.threads import Computing
 from pagedcore_kernels.reference_states import ReferenceStates
@@ -272,6 +273,44 @@ def test_nothing_is_read_or_written_beyond_its_end() -> None:
     done = edge_of_memory.start("recurrences")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("torch.Size") == len(edge_of_memory.RECURRENCES)
+
+
+@pytest.mark.parametrize("recurrence", [SMALL[3], SMALL[5]], ids=str)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_states_written_past_the_caches_have_the_same_bits(
+    recurrence: Recurrence, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode steps that write much run another kernel, recorded ones too; what they compute is the same."""
+    plain, ran, run = Case(recurrence, LENGTHS, RecurrentStates), [], Kernel.run
+    monkeypatch.setattr(Kernel, "run", lambda kernel, *given: (ran.append(kernel.address), run(kernel, *given)))
+    steps = [[(0, 0, 5), (3, 0, 2)], [(0, 5, 6), (3, 2, 3), (1, 0, 1)], [(2, 0, 1)]]
+    places = [([-1, -1], [0, 1]), ([0, 1, -1], [2, 3, -1]), ([-1], [4])]
+
+    def compute(case: Case) -> list[torch.Tensor]:
+        made = (case.step(*parts, reads=reads, writes=writes)
+                for parts, (reads, writes) in zip(steps, places, strict=True))  # fmt: skip
+        return [out for outs in made for out in outs]
+
+    expected = compute(plain)
+    monkeypatch.setattr(outer_products, "STREAMED_BYTES", 1)
+    streamed = Case(recurrence, LENGTHS, RecurrentStates)
+    ran.clear()
+    with Computing(num_threads):
+        found = compute(streamed)
+    assert ran[0] != ran[1] == ran[2]
+    assert torch.equal(streamed.pool, plain.pool)
+    assert all(map(torch.equal, found, expected))
+    given = {name: x[:5].clone() for name, x in streamed.sequences[0].items()}
+    out = torch.zeros_like(expected[0])
+    streamed.backend.plan(StateRows([5], [-1], [0]))
+    with RecordedCalls() as recording:
+        recurrence.call_to(out, streamed.backend, LAYER, PART, given | streamed.weights)
+    for x, new in zip(given.values(), streamed.sequences[0].values(), strict=True):
+        x[:1] = new[5:6]
+    streamed.backend.plan(StateRows([1], [0], [5]))
+    recording.run(StepShape(1))
+    assert torch.equal(out[:1], expected[2])
+    assert torch.equal(streamed.states()[5], plain.states()[2])
 
 
 @KINDS

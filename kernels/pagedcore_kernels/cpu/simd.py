@@ -125,7 +125,7 @@ def store(b: Builder, value: Value, address: Value, offset: Value | int, align: 
     stored.align = align
 
 
-def stream(b: Builder, value: Value, address: Value, offset: int) -> None:
+def stream(b: Builder, value: Value, address: Value, offset: Value | int) -> None:
     """Store whole cache lines past the caches; the address is a multiple of ``LINE``. See ``drain_streams``."""
     stored = b.store(value, pointer(b, address, offset, value.type), align=LINE)
     stored.set_metadata("nontemporal", b.module.add_metadata([ir.Constant(INT32, 1)]))

@@ -239,23 +239,24 @@ def begin_update(
 
 @intrinsic(prefer_literal=True)
 def advance(
-    typing: Typing, form: Any, lanes: Any, vectors: Any, size: Any, num_groups: Any, source: Any, source_step: Any,
-    target: Any, target_step: Any, decay: Any, decays: Any, decays_step: Any, factors: Any, keys: Any, updates: Any,
-    queries: Any, outputs: Any, next_keys: Any, known: Any,
+    typing: Typing, form: Any, lanes: Any, vectors: Any, size: Any, streams: Any, num_groups: Any, source: Any,
+    source_step: Any, target: Any, target_step: Any, decay: Any, decays: Any, decays_step: Any, factors: Any, keys: Any,
+    updates: Any, queries: Any, outputs: Any, next_keys: Any, known: Any,
 ) -> Any:
-    """``advance(form, lanes, vectors, size, num_groups, source, source_step, target, target_step, decay, decays,
-    decays_step, factors, keys, updates, queries, outputs, next_keys, known)``: some columns one position further.
+    """``advance(form, lanes, vectors, size, streams, num_groups, source, source_step, target, target_step, decay,
+    decays, decays_step, factors, keys, updates, queries, outputs, next_keys, known)``: columns one position further.
 
     Writes the state to ``target``, which may be ``source``, ``S^T queries`` to ``outputs`` and, with the delta rule,
-    ``S^T next_keys`` to ``known``. Literal: form, lanes, vectors, size. Steps are bytes from row to row. ``decays`` are
-    those of rows; with ``MAMBA1`` the exponents of elements, which ``factors`` of columns are multiplied with.
+    ``S^T next_keys`` to ``known``. Literal: form, lanes, vectors, size, streams: whether to write past the caches, see
+    ``simd.stream``. Steps are bytes from row to row. ``decays`` are those of rows; with ``MAMBA1`` the exponents of
+    elements, which ``factors`` of columns are multiplied with.
     """
     kind, width, number = form.literal_value, lanes.literal_value, vectors.literal_value
     corrects = kind in CORRECTING
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
         (num_groups, source, source_step, target, target_step, decay, decays, decays_step, factors, keys, updates,
-         queries, outputs, next_keys, known) = args[4:]  # fmt: skip
+         queries, outputs, next_keys, known) = args[5:]  # fmt: skip
         of_head = simd.splat(b, decay, width)
 
         def begin(places: list[Value]) -> Callable[[Value, list[Value]], None]:
@@ -273,7 +274,10 @@ def advance(
                         kept = _exp(b, rates, factor[vector])
                     x = b.fmul(kept, simd.load_floats(b, old, place, AS_FLOAT32, width))
                     x = simd.fma(b, key, update[vector], x)
-                    simd.store(b, x, new, place, 4)
+                    if streams.literal_value:
+                        simd.stream(b, x, new, place)
+                    else:
+                        simd.store(b, x, new, place, 4)
                     b.store(simd.fma(b, query, x, b.load(totals[vector])), totals[vector])
                     if corrects:
                         total = totals[number + vector]
@@ -285,7 +289,7 @@ def advance(
         _sum_rows(b, size.literal_value, width, number, num_groups, sums, begin)
         return context.get_dummy_value()
 
-    literals = form, lanes, vectors, size
+    literals = form, lanes, vectors, size, streams
     return types.void(*literals, types.int64, *[_address] * 4, types.float32, *[_address] * 9), codegen
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from pagedcore_kernels.cpu.features import has_wide_vectors
 from pagedcore_kernels.cpu.recurrence import columns
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock, compile_kernel
-from pagedcore_kernels.cpu.simd import LANES, address_of, claim, load_float32, load_int64, stack_floats
+from pagedcore_kernels.cpu.simd import LANES, address_of, claim, drain_streams, load_float32, load_int64, stack_floats
 
 GROUP_COLUMNS = 128, 32
 """Columns of a group, at most, with vectors of 512 bits and without: what is summed of them lies in registers.
@@ -31,6 +31,12 @@ MOST_ELEMENTS = 16384
 """Elements of a state that a thread claims together, at most: 64 KiB, which its second-level cache has."""
 MOST_ROWS = MOST_ELEMENTS // LANES
 """Elements of a key, at most."""
+STREAMED_BYTES = 2**24
+"""From so many bytes of states in a step on, one of decode steps writes them past the caches.
+
+Why: lines need not be read to be written then, which took a quarter off the time of a step of the gated delta rule and
+two fifths off one of Mamba 2, on Zen 4. Of fewer states the next step finds some in a cache.
+"""
 ITEMS_OF_THREADS = 4
 """Items for each thread from which on they are not made smaller: threads end at about the same time then."""
 COUNTER = ParameterBlock.COUNTER
@@ -105,7 +111,7 @@ def _largest_divisor(number: int, most: int) -> int:
 
 
 @cache
-def outer_product_kernel(form: int, is_bf16: int, size: int, lanes: int, vectors: int) -> Kernel:
+def outer_product_kernel(form: int, is_bf16: int, size: int, lanes: int, vectors: int, streams: int) -> Kernel:
     """Compile the kernel, or take it from the cache; its parameters are the words listed above.
 
     Args:
@@ -114,6 +120,7 @@ def outer_product_kernel(form: int, is_bf16: int, size: int, lanes: int, vectors
         size: elements of a key: rows of a state.
         lanes: elements of a vector of columns.
         vectors: as many are a group.
+        streams: whether all states are written past the caches, which is fast where each row has one token.
     """
     item, group = 2 if is_bf16 else 4, lanes * vectors
     widest = min(MOST_COLUMNS, MOST_ELEMENTS // size)
@@ -187,7 +194,7 @@ def outer_product_kernel(form: int, is_bf16: int, size: int, lanes: int, vectors
                         form, is_bf16, lanes, groups * vectors, value + now * value_token, known, factor, updates
                     )
                     columns.advance(
-                        form, lanes, vectors, size, groups, source, source_step, target, target_step, decay,
+                        form, lanes, vectors, size, streams, groups, source, source_step, target, target_step, decay,
                         exponents if per_element else decays, 4 * width, factor, keys, updates, queries, outputs,
                         decayed, known,
                     )  # fmt: skip
@@ -201,5 +208,7 @@ def outer_product_kernel(form: int, is_bf16: int, size: int, lanes: int, vectors
                 keys, next_keys = next_keys, keys
                 decays, next_decays = next_decays, decays
                 decay = next_decay
+        if streams:
+            drain_streams()
 
     return compile_kernel(outer_products)

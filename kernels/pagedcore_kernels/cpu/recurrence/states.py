@@ -11,13 +11,14 @@ from math import gcd
 import numpy as np
 import torch
 
+from pagedcore_kernels.cpu.features import has_fused_vectors
 from pagedcore_kernels.cpu.layers.elementwise import rows_at_once
 from pagedcore_kernels.cpu.recurrence import columns, outer_products, state_convolution
 from pagedcore_kernels.cpu.runtime.kept_arrays import KeptArrays
-from pagedcore_kernels.cpu.runtime.kernel import ParameterBlock
+from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.runtime.recorded_calls import Sizes, StepShape
 from pagedcore_kernels.cpu.runtime.threads import num_threads
-from pagedcore_kernels.cpu.simd import LANES
+from pagedcore_kernels.cpu.simd import LANES, LINE
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.interface import RaggedRows
 from pagedcore_kernels.state_checks import (
@@ -55,7 +56,9 @@ class RecurrentStates:
         self._of_tokens = 0
         """The row of each token."""
         self._longest_rows = 0
-        """Tokens of the step, in rows as long as the longest one."""
+        """How many rows as long as the longest one the step's tokens would be."""
+        self._streams = 0
+        """Whether the step writes its states past the caches: 1 if it does."""
         self._parameters = ParameterBlock(outer_products.NUM_ARGUMENTS)
         self._convolution_parameters = ParameterBlock(state_convolution.NUM_ARGUMENTS)
         shapes = [part.shape for parts in layout.layers for part in parts]
@@ -74,7 +77,10 @@ class RecurrentStates:
         arrays = {"rows": order, "reads": plan.reads, "writes": plan.writes, "query start": plan.query_start}
         self._of_rows = *(self._arrays.keep(name, array) for name, array in arrays.items()), plan.num_rows
         self._of_tokens = self._arrays.keep("row of tokens", np.repeat(rows, plan.query_lens))
-        self._longest_rows = plan.num_computed // max(1, int(plan.query_lens.max(initial=0)))
+        longest = int(plan.query_lens.max(initial=1))
+        self._longest_rows = plan.num_computed // longest
+        written = int((plan.writes >= 0).sum()) * self._layout.state_bytes
+        self._streams = int(longest == 1 and written >= outer_products.STREAMED_BYTES)
 
     def convolve(
         self, layer: int, part: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
@@ -285,12 +291,21 @@ class RecurrentStates:
         )  # fmt: skip
         for word, number in ((outer_products.SCALE, scale), (outer_products.KEY_SCALE, 1.0)):
             parameters.set_float(word - parameters.FIRST, number)
-        kernel = outer_products.outer_product_kernel(
-            form, int(value.dtype == torch.bfloat16), size, *outer_products.group_vectors(width, size)
-        )
-        resize = self._sizes_of_products, heads, width, size
+        kernels = self._kernels(form, int(value.dtype == torch.bfloat16), size, width)
+        resize = self._sizes_of_products, heads, width, size, *(kernel.address for kernel in kernels)
         if self._current_plan().num_computed:
-            kernel.run(parameters, self._sizes_of_products(StepShape(0), heads, width, size).most_threads, resize)
+            kernels[self._streams].run(parameters, self._num_items(heads, width, size), resize)
+
+    def _kernels(self, form: int, is_bf16: int, size: int, width: int) -> tuple[Kernel, ...]:
+        """The kernel, and the one that writes states past the caches, which is the same where none may or will.
+
+        Why both at once: no step waits for a compiler later.
+        """
+        variant = form, is_bf16, size, *outer_products.group_vectors(width, size)
+        # Safety: such a write takes addresses on cache lines only.
+        is_aligned = width % LANES == 0 and self._pool.data_ptr() % LINE == 0
+        streams = is_aligned and has_fused_vectors() and self._pool.nbytes >= outer_products.STREAMED_BYTES
+        return tuple(outer_products.outer_product_kernel(*variant, may) for may in (0, int(streams)))
 
     def _clear_padding(self, out: torch.Tensor, like: torch.Tensor) -> None:
         plan = self._current_plan()
@@ -306,10 +321,13 @@ class RecurrentStates:
         words = self._words_of_tokens()
         return Sizes([*enumerate(words, state_convolution.ROW_OF_TOKENS)], words[-2])
 
-    def _sizes_of_products(self, shape: StepShape, heads: int, width: int, size: int) -> Sizes:
-        taken = self._columns_at_once(heads, width, size)
-        words = *self._of_rows, taken
-        return Sizes([*enumerate(words, outer_products.ROWS)], self._of_rows[-1] * heads * (width // taken))
+    def _sizes_of_products(self, shape: StepShape, heads: int, width: int, size: int, *entries: int) -> Sizes:
+        words = *self._of_rows, self._columns_at_once(heads, width, size)
+        items = self._num_items(heads, width, size)
+        return Sizes([*enumerate(words, outer_products.ROWS)], items, entries[self._streams])
+
+    def _num_items(self, heads: int, width: int, size: int) -> int:
+        return self._of_rows[-1] * heads * (width // self._columns_at_once(heads, width, size))
 
     def _columns_at_once(self, heads: int, width: int, size: int) -> int:
         return outer_products.columns_at_once(width, size, heads * self._longest_rows, num_threads())
