@@ -111,12 +111,12 @@ class EngineConfig:
     block_size: int | None = None
     """Tokens per KV block; ``None``: the attention backend's choice."""
     num_kv_blocks: int | None = None
-    """Blocks of the KV pool; wins over ``kv_cache_memory``."""
+    """Blocks of the KV pool; wins over ``kv_cache_memory``. States of recurrent layers come on top."""
     kv_cache_memory: int | float | str | MemoryBudget | BudgetShare | None = None
     """The KV pool in bytes (``2**31`` or ``"2GiB"``) or, as a float below 1, as a share of free memory; or a
     ``MemoryBudget``, or a share of one, that several engines draw on. ``None``: what every sequence can use at its
     full length, at most 30 % of free memory; on a GPU at most nine tenths of all of it, less what is there and what the
-    largest step was seen to take."""
+    largest step was seen to take. Of models with recurrent layers, half of it at most is for states."""
     kv_cache_dtype: str = "auto"
     """Number format of KV: "auto" is that of the weights; "int8" keeps each token and head as int8 with a float32
     scale for K and one for V, in little more than half the memory of bfloat16. KV of one is of no use to the other."""
@@ -173,7 +173,7 @@ class EngineConfig:
     """Which cached blocks are evicted first: "lru", "lfu" or "fifo"."""
     host_kv_memory: int | float | str | None = None
     """Host memory for KV blocks that had to leave the pool, like ``kv_cache_memory``; ``None``: none. All of it is
-    taken at the start, which may take three seconds a gigabyte."""
+    taken at the start, which may take three seconds a gigabyte. Refused for models with recurrent layers."""
     disk_kv_dir: str | None = None
     """Where sessions park KV on disk, in a directory of the engine's own; ``None``: among the temporary files."""
     session_key: str | bytes | None = field(default=None, repr=False)

@@ -6,11 +6,29 @@ import random
 
 import pytest
 
+from pagedcore.config.memory_budget import MemoryBudget
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidConfig
 from pagedcore.sampling_params import SamplingParams
 from support.doubles import ToyBackend, ToyHybrid, toy_answer
 from support.engine_builders import assert_all_free, make_engine, run
+
+
+class Recurrent(ToyHybrid):
+    """A toy without attention, whose blocks have no bytes."""
+
+    has_attention = False
+
+    def free_kv_bytes(self) -> int:
+        """More than is asked for."""
+        return 2**30
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """None."""
+        return 0
+
+    def release_kv(self) -> None:
+        """Nothing is to be freed."""
 
 
 def params(max_tokens: int, **more: object) -> SamplingParams:
@@ -88,6 +106,30 @@ def test_a_budget_without_room_for_one_sequence_is_refused() -> None:
     """Two states and as much for KV is the least."""
     with pytest.raises(InvalidConfig, match=r"kv_cache_memory: got 63 bytes, allowed is at least 64"):
         make_engine(ToyHybrid(), num_kv_blocks=None, kv_cache_memory=63)
+
+
+def test_states_are_drawn_from_a_budget_and_go_back() -> None:
+    """Of a budget, or a share of one, states take at most half, and all of it is there again when the engine ends."""
+    budget = MemoryBudget(8192)
+    shared = make_engine(ToyHybrid(), num_kv_blocks=None, kv_cache_memory=budget.share(1024))
+    stats = shared.stats()
+    assert (stats.state_bytes, stats.kv_bytes, budget.left_bytes) == (256, 768, 8192 - 1024)
+    whole = make_engine(ToyHybrid(), num_kv_blocks=None, kv_cache_memory=budget, max_model_len=64)
+    stats = whole.stats()
+    assert (stats.state_bytes, stats.kv_bytes, budget.left_bytes) == (256, 4 * 1024, 8192 - 1024 - 256 - 4096)
+    fixed = make_engine(ToyHybrid(), num_kv_blocks=4, kv_cache_memory=budget)
+    assert (fixed.stats().kv_bytes, budget.left_bytes) == (256, 8192 - 1024 - 256 - 4096 - 256 - 256)
+    for engine in (shared, whole, fixed):
+        engine.close()
+    assert budget.left_bytes == 8192
+
+
+def test_a_model_without_attention_has_names_for_all_of_its_states() -> None:
+    """Blocks without bytes are as many as the states can use, whatever the memory is; states may take all of it."""
+    engine = make_engine(Recurrent(), num_kv_blocks=None, kv_cache_memory=160, max_model_len=64, max_num_seqs=2)
+    stats = engine.stats()
+    assert (stats.num_states, stats.max_num_seqs, stats.num_blocks, stats.kv_bytes) == (8, 2, 8 * 16, 0)
+    assert computed_tokens(engine, [[1, 2, 3, 4, 5]] * 2) == 2 * (5 + 3)
 
 
 def test_a_host_tier_is_refused_by_name() -> None:

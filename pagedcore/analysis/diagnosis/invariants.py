@@ -242,14 +242,17 @@ def _s11(now: Snapshot) -> Iterator[Violation]:
     if (states := now.blocks.states) is None:
         return
     holds, written = Counter(states.current.values()), Counter(states.written.values())
-    kept = {one.state_id for one in states.kept.values()}
+    kept, free = {one.state_id for one in states.kept.values()}, Counter(states.free_blocks)
+    num_states = len(states.reference_counts)
+    if not {*holds, *written, *kept, *free, *states.idle_blocks} <= set(range(num_states)):
+        yield Violation("S11", f"a state is none of the {num_states} there are")
     for state_id, count in enumerate(states.reference_counts):
         if count != holds[state_id] + written[state_id]:
             yield Violation("S11", f"state {state_id} has {count} references and "
                             f"{holds[state_id] + written[state_id]} holders")
         if written[state_id] and (holds[state_id] or written[state_id] > 1 or state_id in kept):
             yield Violation("S11", f"state {state_id} is written and is found, read or written elsewhere")
-        is_free, is_idle = states.free_blocks.count(state_id), state_id in states.idle_blocks
+        is_free, is_idle = free[state_id], state_id in states.idle_blocks
         if is_free + is_idle + (count > 0) != 1 or (is_idle and state_id not in kept) or (is_free and state_id in kept):
             yield Violation("S11", f"state {state_id} is not either free, kept or held")
     for key, one in states.kept.items():

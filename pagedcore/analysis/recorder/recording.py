@@ -282,6 +282,10 @@ def _state(segment: Mapping[str, Any], rows: list[tuple[int, array[int]]]) -> di
     for name in ("block_size", "max_num_seqs", "max_num_batched_tokens"):
         if type(settings[name]) is not int or settings[name] < 1:
             raise RecordingError(f"{name} is no number from 1")
+    if (num_states := settings.get("num_states")) is not None:
+        is_possible = type(num_states) is int and 2 * settings["max_num_seqs"] <= num_states <= MAX_BLOCKS
+        if not is_possible or settings["num_host_blocks"] or len(state["device"]["states"]["counts"]) != num_states:
+            raise RecordingError("its states are more or fewer than there can be")
     for memory, num_blocks in ((state["device"], settings["num_blocks"]), (state["host"], settings["num_host_blocks"])):
         if len(memory["counts"]) != num_blocks:
             raise RecordingError("a pool is not as large as its settings say")

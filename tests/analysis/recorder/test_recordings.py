@@ -24,8 +24,9 @@ from pagedcore.analysis.replay.what_if import compare
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.errors import EngineOverloaded, ForkedProcess, InvalidConfig, RecordingError, RequestTooLarge
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler import chunk_ends
 from pagedcore.scheduler.scheduler import Scheduler
-from support.doubles import FakeClock, ToyBackend, make_sequence
+from support.doubles import FakeClock, ToyBackend, ToyHybrid, make_sequence
 from support.recordings import dumped, lines_of, ring_of, run_all, toy_engine, write_lines
 from support.torture import first_seed, scaled
 
@@ -214,9 +215,8 @@ def test_a_fork_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not list(tmp_path.iterdir())
 
 
-def a_file(folder: Path) -> Path:
-    backend = ToyBackend()
-    host = 12 * 4 * backend.kv_bytes_per_token
+def a_file(folder: Path, backend: ToyBackend | None = None) -> Path:
+    host = None if backend is not None else 12 * 4 * ToyBackend.kv_bytes_per_token
     with toy_engine(backend=backend, host_kv_memory=host, preemption="swap", clock=FakeClock()) as engine:
         ring_of(engine)._max_steps = 6
         run_all(engine, [*PROMPTS, [8] * 9], max_tokens=12)
@@ -318,11 +318,15 @@ _VALUES = (None, -1, 0, 1, 3, 10**6, 2**70, 0.5, 1e308, float("nan"), "", "x", [
            json.loads("[" * 400 + "]" * 400))
 
 
-def test_no_forged_value_gets_through(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", [None, ToyHybrid()], ids=["", "states"])
+def test_no_forged_value_gets_through(
+    backend: ToyBackend | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever value is put in the place of any other, a file is replayed, differs, or is refused with the typed error;
     no other error comes out, nothing hangs and nothing large is allocated.
     """
-    path = a_file(tmp_path)
+    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
+    path = a_file(tmp_path, backend)
     whole = lines_of(path)
     for seed in range(first_seed(), first_seed() + scaled(20)):
         rng = random.Random(seed)
