@@ -133,12 +133,16 @@ class StepPlan:
         if self.num_rows == 0:
             return
         used = -(-self.kv_lens // self.block_size)
-        columns = np.arange(int(used.max()))
+        if not (width := int(used.max())):
+            return
         # Why: seen as unsigned a negative id is a huge one, so one comparison finds both kinds.
-        ids = self.block_tables[:, : len(columns)].view(np.uint32)
-        refused = (ids >= self.num_blocks) & (columns < used[:, None])
+        wrong = self.block_tables[:, :width].view(np.uint32) >= self.num_blocks
+        # Why the first of each row: what is past a row's end is not read, and mostly -1.
+        first, rows = wrong.argmax(1), np.arange(self.num_rows)
+        refused = wrong[rows, first] & (first < used)
         if refused.any():
-            row, column = np.argwhere(refused)[0]
+            row = int(refused.argmax())
+            column = int(first[row])
             raise InternalError(
                 f"block_tables: row {row} names block {self.block_tables[row, column]} at index {column}, expected "
                 f"0 to {self.num_blocks - 1}."

@@ -20,6 +20,7 @@ from pagedcore.execution.device_sampler import DeviceSampler, KeepsLogits
 from pagedcore.execution.failures import concerns_all_rows
 from pagedcore.execution.ragged_batch import NO_SLOTS, RaggedBatch, build_batch
 from pagedcore.execution.sampler import SampledTokens, Sampler
+from pagedcore.execution.table_stack import TableStack
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import DecodesGreedily, FloatArray, Int64Array, MayLoseDevice, ModelBackend, ReturnsHidden
@@ -39,6 +40,7 @@ class ModelRunner:
         self.slot_of: Mapping[int, int] = NO_SLOTS
         """The slots of adapters, by the numbers that sequences have; the scheduler's."""
         self._device_sampler: DeviceSampler | None = None
+        self._stack = TableStack()
         self.floats = DefaultFloatState()
         """A context for the thread that makes a step, all of it."""
 
@@ -129,7 +131,7 @@ class ModelRunner:
 
     def _compute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         sequences = [row.sequence for row in rows if row.num_sampled]
-        batch, greedy = build_batch(rows, block_manager, self.slot_of), self._greedy
+        batch, greedy = build_batch(rows, block_manager, self.slot_of, self._stack), self._greedy
         is_plain = batch.hidden_rows is None and len(batch.logits_rows) == len(sequences)
         if not is_plain and any(row.drafts for row in rows):
             return self._compute_drafts(batch, rows)

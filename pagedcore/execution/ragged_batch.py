@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pagedcore.errors import InternalError
+from pagedcore.execution.table_stack import TableStack, stack_tables
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
 from pagedcore.protocols import Int32Array, Int64Array
@@ -58,7 +59,8 @@ class RaggedBatch:
 
 
 def build_batch(
-    rows: ListOf[ScheduledRow], block_manager: BlockManager, slot_of: Mapping[int, int] = NO_SLOTS
+    rows: ListOf[ScheduledRow], block_manager: BlockManager, slot_of: Mapping[int, int] = NO_SLOTS,
+    stack: TableStack | None = None,
 ) -> RaggedBatch:
     """Flatten scheduled rows; logits are wanted of the last known token of every sampled row, then of the first draft
     of those that have one, of the second, and so on, then of all scored positions; hidden states of the rows'
@@ -68,11 +70,12 @@ def build_batch(
         rows: at least one; tokens of each follow its first uncomputed position, and its drafts follow the last one.
         block_manager: knows the blocks of every sequence and how many tokens one holds.
         slot_of: the slots of adapters, by their numbers.
+        stack: has the tables of the step before.
 
     Raises:
         InternalError: a sequence has fewer blocks than the positions it is to have, or its adapter is in no slot.
     """
-    sequences = [row.sequence for row in rows]
+    sequences, block_size = [row.sequence for row in rows], block_manager.block_size
     starts = np.array([row.start for row in rows], dtype=np.int64)
     counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
     if counts.max() == 1:
@@ -85,8 +88,8 @@ def build_batch(
     batch = assemble(
         np.array(tokens, dtype=np.int64), starts, counts,
         seq_ids=np.array(numbers, dtype=np.int64),
-        tables=[table.block_ids for table in block_manager.tables(numbers)],
-        block_size=block_manager.block_size,
+        tables=(stack or TableStack()).stack(block_manager.tables(numbers), -(-(starts + counts) // block_size)),
+        block_size=block_size,
         is_sampled=np.array(num_sampled, dtype=np.bool_),
     )
     if (most := max(num_sampled)) > 1:
@@ -136,8 +139,9 @@ def _places(rows: ListOf[ScheduledRow], batch: RaggedBatch, positions: ListOf[ra
 
 
 def assemble(
-    token_ids: Int64Array, starts: Int64Array, counts: Int64Array, *, seq_ids: Int64Array, tables: ListOf[Int32Array],
-    block_size: int, is_sampled: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None,
+    token_ids: Int64Array, starts: Int64Array, counts: Int64Array, *, seq_ids: Int64Array,
+    tables: Int32Array | ListOf[Int32Array], block_size: int,
+    is_sampled: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None,
     state_reads: Int32Array | None = None, state_writes: Int32Array | None = None,
 ) -> RaggedBatch:
     """Compute positions, slots and tables of rows that are given as plain arrays.
@@ -147,7 +151,8 @@ def assemble(
         starts: [R] first position of each row.
         counts: [R] tokens of each row.
         seq_ids: [R] number of each row's sequence.
-        tables: R arrays of block ids; a table may be longer than the row needs.
+        tables: R arrays of block ids, or the one that ``TableStack`` makes of them; a table may be longer than the row
+            needs.
         block_size: tokens per block.
         is_sampled: [R] whether the logits of the row's last token are wanted; ``None``: of all.
         state_reads: [R] the state block that each row begins from; ``None``: the model keeps no states.
@@ -161,17 +166,17 @@ def assemble(
     kv_lens = starts + counts
     if query_start[-1] != len(token_ids):
         raise InternalError(f"batch: {len(token_ids)} tokens were given for rows of {query_start[-1]}")
-    block_tables = _stack_tables(tables, -(-kv_lens // block_size))
+    stacked = tables if isinstance(tables, np.ndarray) else stack_tables(tables, -(-kv_lens // block_size))
     row_of_token = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(len(token_ids)) + (starts - query_start[:-1])[row_of_token]
-    blocks = block_tables[row_of_token, positions // block_size].astype(np.int64)
+    blocks = stacked[row_of_token, positions // block_size].astype(np.int64)
     slots = blocks * block_size + positions % block_size
     if len(token_ids) == 1:
         # Why: matrix products of one row take another path than those of many, and round differently.
         token_ids, positions = np.repeat(token_ids, 2), np.repeat(positions, 2)
         slots = np.append(slots, -1)
     ends = query_start[1:] if is_sampled is None else query_start[1:][is_sampled]
-    return RaggedBatch(token_ids, positions, seq_ids, slots, query_start, kv_lens, block_tables, ends - 1,
+    return RaggedBatch(token_ids, positions, seq_ids, slots, query_start, kv_lens, stacked, ends - 1,
                        state_reads=state_reads, state_writes=state_writes)
 
 
@@ -184,13 +189,3 @@ def largest_batch(num_tokens: int, num_rows: int, block_size: int) -> tuple[Ragg
     table = np.arange(-(-int(counts[0]) // block_size), dtype=np.int32)
     return assemble(np.zeros(num_tokens, np.int64), 0 * rows, counts, seq_ids=rows, tables=[table] * len(rows),
                     block_size=block_size), len(table)
-
-
-def _stack_tables(tables: ListOf[Int32Array], needed: Int64Array) -> Int32Array:
-    """Return [R, W] block ids, -1 past each row's end; W is the longest row's need."""
-    stacked = np.full((len(tables), int(needed.max())), -1, dtype=np.int32)
-    for row, (table, count) in enumerate(zip(tables, needed.tolist(), strict=True)):
-        if len(table) < count:
-            raise InternalError(f"batch: a row needs {count} blocks and its table has {len(table)}")
-        stacked[row, :count] = table[:count]
-    return stacked

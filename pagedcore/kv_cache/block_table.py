@@ -21,10 +21,10 @@ class BlockTable:
     Invariant: committed entries never change; only blocks at the end are removed.
     """
 
-    __slots__ = ("_ids", "_view", "block_ids", "num_blocks", "num_registered")
+    __slots__ = ("_ids", "_view", "block_ids", "num_blocks", "num_changes", "num_registered")
 
     def __init__(self) -> None:
-        self.num_blocks = 0
+        self.num_blocks = self.num_changes = 0
         self.num_registered = 0
         """Leading blocks whose contents the prefix cache knows."""
         self._grow(_FIRST_ROOM)
@@ -37,10 +37,12 @@ class BlockTable:
         if end > len(self._ids):
             self._grow(max(end, 2 * len(self._ids)))
         self._ids[start:end] = block_ids
+        self.num_changes += 1
         self.num_blocks, self.block_ids = end, self._view[:end]
 
     def truncate(self, num_blocks: int) -> list[int]:
         """Keep the first ``num_blocks`` blocks and return the others, last first."""
+        self.num_changes += 1
         removed: list[int] = self._ids[num_blocks : self.num_blocks][::-1].tolist()
         self.num_blocks, self.block_ids = num_blocks, self._view[:num_blocks]
         return removed
