@@ -1,6 +1,6 @@
 """The kernel of all recurrences whose state is a matrix a head: gated delta rule, decaying attention, Mamba 1 and 2.
 
-Work is split by rows, heads and, where these are few, columns of states, so that one long prompt and many short rows
+Work is split by rows, heads and, where these are few, groups of columns, so that one long prompt and many short rows
 both have something for every thread. The columns of a head stay in a thread's cache while it goes through the positions
 of a row: the first position reads the state that the row begins from, the last one writes where the row's state goes,
 and between them nothing leaves the thread's own memory. The arithmetic is in ``columns.py``.

@@ -34,6 +34,8 @@ from pagedcore_kernels.state_layout import StateLayout
 from pagedcore_kernels.state_plan import StatePlan
 
 Words = tuple[int, ...]
+_MOST_ROWS = 256
+"""A model of so small states that as many rows write few bytes is not prepared to write them past the caches."""
 
 
 class RecurrentStates:
@@ -299,12 +301,13 @@ class RecurrentStates:
     def _kernels(self, form: int, is_bf16: int, size: int, width: int) -> tuple[Kernel, ...]:
         """The kernel, and the one that writes states past the caches, which is the same where none may or will.
 
-        Why both at once: no step waits for a compiler later.
+        Why both at once, and by the model alone: no step of more rows waits for a compiler later.
         """
         variant = form, is_bf16, size, *outer_products.group_vectors(width, size)
         # Safety: such a write takes addresses on cache lines only.
         is_aligned = width % LANES == 0 and self._pool.data_ptr() % LINE == 0
-        streams = is_aligned and has_fused_vectors() and self._pool.nbytes >= outer_products.STREAMED_BYTES
+        is_large = self._layout.state_bytes >= outer_products.STREAMED_BYTES // _MOST_ROWS
+        streams = is_aligned and is_large and has_fused_vectors()
         return tuple(outer_products.outer_product_kernel(*variant, may) for may in (0, int(streams)))
 
     def _clear_padding(self, out: torch.Tensor, like: torch.Tensor) -> None:
