@@ -11,7 +11,7 @@ was read and whatever follows; so a row's bits depend on its own inputs alone, a
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from math import gcd
 from typing import Any
 
@@ -84,6 +84,7 @@ to a head of keys. ``ROWS``: the numbers of the rows, the longest first. ``TAKEN
 NUM_ARGUMENTS = 31
 
 
+@cache
 def group_vectors(width: int, size: int) -> tuple[int, int]:
     """Return lanes of a vector and vectors of a group, of a state of so many columns and rows."""
     lanes = gcd(width, LANES)
@@ -91,6 +92,7 @@ def group_vectors(width: int, size: int) -> tuple[int, int]:
     return lanes, _largest_divisor(width // lanes, most // LANES)
 
 
+@lru_cache(1024)
 def columns_at_once(width: int, size: int, num_heads: int, num_threads: int) -> int:
     """Return how many columns of a state a thread claims together; the bits do not depend on it.
 
