@@ -1,12 +1,14 @@
 """Which linear layers of a taken-over model take adapters, under which names, and as which outputs of which products.
 
 Owns the walk over the module tree after its weights were packed. A layer takes an adapter if all rows of a step pass it
-once, in their order: not experts, which see some rows, nor the output layer, whose product may return no outputs.
+once, in their order: not the output layer, whose product may return no outputs. Experts see some rows, of which
+``PackedExperts`` knows the adapters; a module of experts takes adapters if all rows of a step come to it once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,12 +17,25 @@ import torch
 from pagedcore.models.decoders.fused_layers import FusedPart
 from pagedcore.models.decoders.plain import AdaptedDecoder, Decoder
 from pagedcore.models.families.wrappers import WHOLE, leaves_layers_out, text_name
+from pagedcore.models.linears.packed_experts import PackedExperts
 from pagedcore.models.linears.packed_linear import PackedLinear
-from pagedcore.models.lora.adapter import AdaptedLayer, AdaptedModel, LoraAdapter, adapter_bytes, read_adapter
+from pagedcore.models.lora.adapter import (
+    AdaptedExperts,
+    AdaptedLayer,
+    AdaptedModel,
+    LoraAdapter,
+    adapter_bytes,
+    read_adapter,
+)
 from pagedcore.models.lora.slots import AdapterSlots
 from pagedcore_kernels.cpu.runtime.threads import torch_beside_kernels
 
 _FORMATS: Final = torch.float32, torch.bfloat16
+_PARTS: Final = {"gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers of an expert that are one parameter of all experts."""
+_OLDER: Final = re.compile(r"(.+)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(w[123])")
+_OLDER_PARTS: Final = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+"""As the layers of Mixtral's experts were called."""
 
 
 class AdaptedProducts:
@@ -35,21 +50,29 @@ class AdaptedProducts:
         head = model.get_output_embeddings()
         inside = {name: one for name, one in linear.items()
                   if one is not head and "experts" not in name.split(".") and _format(one) in _FORMATS}
+        of_experts = {name: one for name, one in model.named_modules()
+                      if isinstance(one, PackedExperts) and _format(one.gate_up[0]) in _FORMATS}
         self._decoder: AdaptedDecoder | None = decoder
         self._max_adapters, self._max_rank = max_adapters, max_rank
         self._products: list[PackedLinear] = []
         numbers, layers = dict[int, int](), dict[str, AdaptedLayer]()
-        for name in sorted(decoder.adapted(inside)):
+        taken = sorted(decoder.adapted({**inside, **of_experts}))
+        for name in [one for one in taken if one in inside]:
             whole, begin, end = _place(inside[name])
             if id(whole) not in numbers:
                 numbers[id(whole)] = len(self._products)
                 self._products.append(whole)
             layers[name] = AdaptedLayer(numbers[id(whole)], whole.in_features, begin, end)
-        self._model = AdaptedModel(layers, lambda name: _why_not(name, linear, head), _own_name(model, layers))
+        self._experts = {name: of_experts[name] for name in taken if name in of_experts}
+        experts = {name: self._add_experts(name, one, layers) for name, one in self._experts.items()}
+        self._model = AdaptedModel(
+            layers, experts, lambda name: _why_not(name, linear, head), _own_name(model, {*layers, *experts}))
         self.slots = AdapterSlots(self._products, max_adapters, max_rank)
         """All empty."""
         for product, update in zip(self._products, self.slots.updates, strict=True):
             product.update = update
+        for one in self._experts.values():
+            one.takes_adapters = True
         decoder.use_adapters(self.slots)
 
     def num_bytes(self, directory: str) -> int:
@@ -74,9 +97,28 @@ class AdaptedProducts:
         """
         for product in self._products:
             product.update = None
+        for one in self._experts.values():
+            one.takes_adapters = False
         if self._decoder is not None:
             self._decoder.use_adapters(None)
-        self._products, self._decoder = [], None
+        self._products, self._experts, self._decoder = [], {}, None
+
+    def _add_experts(self, name: str, experts: PackedExperts, layers: dict[str, AdaptedLayer]) -> AdaptedExperts:
+        """Add the products of experts, and the layers that each of them was."""
+        parameters = dict[str, AdaptedLayer]()
+        for parameter, products in zip(experts.names, (experts.gate_up, experts.down), strict=True):
+            begin, (inputs, outputs) = len(self._products), (products[0].in_features, products[0].out_features)
+            parameters[parameter] = AdaptedLayer(begin, inputs, 0, outputs)
+            self._products += products
+            parts = _PARTS.get(parameter, (parameter,))
+            if len(parts) > 1 and not experts.experts.is_concatenated:
+                continue
+            size = outputs // len(parts)
+            for number in range(len(products)):
+                for place, part in enumerate(parts):
+                    layers[f"{name}.{number}.{part}"] = AdaptedLayer(
+                        begin + number, inputs, place * size, (place + 1) * size)
+        return AdaptedExperts(len(experts.gate_up), parameters)
 
 
 def why_no_adapters(model: Any, decoder: Decoder, device: str) -> str:
@@ -115,7 +157,16 @@ def _why_not(name: str, linear: Mapping[str, Any], head: Any) -> str:
     return "This layer's product takes none here." if name in linear else "The model has no linear layer of this name."
 
 
-def _own_name(model: Any, layers: Mapping[str, AdaptedLayer]) -> Callable[[str], str]:
-    """Return what turns an adapter's name of a layer into the model's, which may be a part of a wrapper."""
+def _own_name(model: Any, known: Collection[str]) -> Callable[[str], str]:
+    """Return what turns an adapter's name of a layer into the model's, which may be a part of a wrapper, or have had
+    other names for experts.
+    """
     is_part = vars(model.config).get(WHOLE) is not None
-    return lambda name: name if name in layers or not is_part else text_name(name) or name
+
+    def own(name: str) -> str:
+        found = name if name in known or not is_part else text_name(name) or name
+        if found in known or (older := _OLDER.fullmatch(found)) is None:
+            return found
+        return f"{older[1]}.mlp.experts.{older[2]}.{_OLDER_PARTS[older[3]]}"
+
+    return own

@@ -36,7 +36,7 @@ from pagedcore.models.decoders.recorded_steps import MOST_LOGITS, MOST_ROWS, Rec
 from pagedcore.models.decoders.rotary_angles import angles_by_layer
 from pagedcore.models.decoders.step_rows import StepRows
 from pagedcore.models.families.llama_modules import embedding_scale
-from pagedcore.models.linears.packed_experts import pack_experts
+from pagedcore.models.linears.packed_experts import PackedExperts, pack_experts
 from pagedcore.models.linears.packed_linear import FASTEST, OnUnused
 from pagedcore.models.linears.shared_embedding import share_rows
 from pagedcore.models.lora.slots import AdapterSlots, new_room
@@ -115,9 +115,12 @@ class FusedDecoder(Decoder):
         return general
 
     def adapted(self, layers: Mapping[str, Any]) -> Iterable[str]:
-        """Return layers as ``AdaptedDecoder`` says: all parts of products between which there are rows alone."""
+        """Return layers as ``AdaptedDecoder`` says: all parts of products between which there are rows alone, and
+        experts.
+        """
         own = {id(product) for layer in self._layers for product in layer.dense_products}
-        return [name for name, part in layers.items() if isinstance(part, FusedPart) and id(part.whole) in own]
+        return [name for name, part in layers.items()
+                if (isinstance(part, FusedPart) and id(part.whole) in own) or isinstance(part, PackedExperts)]
 
     def use_adapters(self, adapters: AdapterSlots | None) -> None:
         """Update rows; see ``AdaptedDecoder``."""

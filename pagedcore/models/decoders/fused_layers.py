@@ -23,6 +23,7 @@ from pagedcore.models.decoders.step_rows import StepRows
 from pagedcore.models.families.table import Family
 from pagedcore.models.linears.packed_linear import OnUnused, PackedLinear
 from pagedcore.models.linears.stored_weight import tensors_of
+from pagedcore.models.lora.slots import present_adapters
 from pagedcore.protocols import LinearFactory, RecordableMatmul
 from pagedcore_kernels.cpu.layers.elementwise import GatedActivation, RmsNorm, RotaryEmbedding
 
@@ -166,7 +167,8 @@ class FusedLayer:
         else:
             self.norm_between(rows.residual, addend, normed := rows.normed)
         if self.experts is not None:
-            product: torch.Tensor = self.experts(normed[None])[0]
+            with present_adapters(rows.adapters):
+                product: torch.Tensor = self.experts(normed[None])[0]
         else:
             self.activation(rows.multiply("gate and up", self.gate_up, normed), rows.gated)
             product = rows.multiply("down", self.down, rows.gated)

@@ -25,7 +25,7 @@ from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, PackedLine
 from pagedcore.models.linears.schemes import QuantizedLinears
 from pagedcore.models.linears.stored_weight import StoredLinears
 from pagedcore.models.linears.torch_products import TorchProduct
-from pagedcore.models.lora.slots import AdapterSlots, new_room, present_updates
+from pagedcore.models.lora.slots import AdapterSlots, new_room, present_adapters
 from pagedcore.protocols import AttentionBackend, Int64Array, LinearFactory
 
 
@@ -213,8 +213,7 @@ class ModuleDecoder(PlainDecoder):
         if self.adapters is None or step.adapter_slots is None:
             yield
             return
-        found = self.adapters.of_rows(step.adapter_slots, new_room)
-        with present_updates(None if found is None else found.updates):
+        with present_adapters(self.adapters.of_rows(step.adapter_slots, new_room)):
             yield
 
     def _complete_vectors(self) -> None:

@@ -26,6 +26,7 @@ from pagedcore.models.linears.packed_linear import (
     packable_weight,
 )
 from pagedcore.models.linears.stored_weight import StoredMatrices, tensors_of
+from pagedcore.models.lora.slots import RowAdapters, adapters_now, new_room, present_adapters
 from pagedcore.protocols import LinearFactory
 
 _WEIGHTS: Final = {True: ("gate_up_proj", "down_proj"), False: ("up_proj", "down_proj")}
@@ -44,6 +45,8 @@ class PackedExperts(nn.Module):
         self.experts, self.names = experts, _WEIGHTS[experts.has_gate]
         """``names`` are those of the parameters whose products are ``gate_up`` and ``down``."""
         self.gate_up, self.down = (_pack_each(experts, name, factory, on_unused) for name in self.names)
+        self.takes_adapters = False
+        """Whether its products may update rows: all of them, or none."""
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -59,11 +62,12 @@ class PackedExperts(nn.Module):
         chosen = top_k_index.flatten()
         order = chosen.argsort(stable=True)
         counts = chosen.bincount(minlength=len(self.gate_up)).tolist()
-        gate_up = _multiply(self.gate_up, hidden_states[order // top_k], counts)
+        adapters = _adapters_of(order // top_k, counts) if self.takes_adapters else [None] * len(counts)
+        gate_up = _multiply(self.gate_up, hidden_states[order // top_k], counts, adapters)
         # Why: with rows to spare at the end, torch's activation computes all others with vectors.
         spare = -(-VECTOR // gate_up.shape[1])
         gated = apply_gate(self.experts, nn.functional.pad(gate_up, (0, 0, 0, spare)))[: len(order)]
-        outputs = _multiply(self.down, gated, counts)[order.argsort()].view(num_rows, top_k, -1)
+        outputs = _multiply(self.down, gated, counts, adapters)[order.argsort()].view(num_rows, top_k, -1)
         weighted = outputs * top_k_weights.unsqueeze(-1)
         # Why not sum(): torch promises no order of its additions.
         total = weighted[:, 0].float()
@@ -130,10 +134,23 @@ def left_alone(model: nn.Module, linears: LinearFactory = FASTEST) -> tuple[str,
     }))
 
 
-def _multiply(products: Sequence[PackedLinear], rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Multiply ``rows``, which lie expert by expert, so many for each."""
-    shares = zip(products, torch.split(rows, counts), strict=True)
-    return torch.cat([product(share) for product, share in shares if len(share)])
+def _multiply(
+    products: Sequence[PackedLinear], rows: torch.Tensor, counts: list[int], adapters: Sequence[RowAdapters | None]
+) -> torch.Tensor:
+    """Multiply ``rows``, which lie expert by expert, so many for each, and have these adapters."""
+    outputs = []
+    for product, share, own in zip(products, torch.split(rows, counts), adapters, strict=True):
+        if len(share):
+            with present_adapters(own):
+                outputs.append(product(share))
+    return torch.cat(outputs)
+
+
+def _adapters_of(rows: torch.Tensor, counts: list[int]) -> list[RowAdapters | None]:
+    """Return the adapters of the rows of each expert; ``rows`` are numbers of the step's, expert by expert."""
+    if (present := adapters_now()) is None:
+        return [None] * len(counts)
+    return [present.chosen(share, new_room) if len(share) else None for share in torch.split(rows, counts)]
 
 
 def apply_gate(experts: Any, gate_up: torch.Tensor) -> torch.Tensor:

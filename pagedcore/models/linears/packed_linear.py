@@ -20,7 +20,7 @@ from torch import nn
 
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.linears.shared_matrices import read_by_others
-from pagedcore.models.lora.slots import updates_now
+from pagedcore.models.lora.slots import adapters_now
 from pagedcore.protocols import LinearFactory, Matmul
 from pagedcore_kernels.cpu.matmul.low_rank import LowRankUpdate
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul, can_multiply
@@ -139,8 +139,8 @@ class PackedLinear(nn.Module):
         flat = rows.reshape(-1, self.in_features).contiguous()
         is_alone = len(flat) == 1
         product = self.multiply(flat.expand(2, -1).contiguous())[:1] if is_alone else self.multiply(flat)
-        if self.update is not None and (updates := updates_now()) is not None:
-            self.update.add_to(product, flat, updates)
+        if self.update is not None and (adapters := adapters_now()) is not None:
+            self.update.add_to(product, flat, adapters.updates)
         if self.out_features < VECTOR:
             # Why: with a gap between rows, a sigmoid that follows takes row by row, not vectors of several rows, past
             # the last of which torch computes single elements in another way.

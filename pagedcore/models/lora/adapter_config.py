@@ -24,13 +24,14 @@ _WITHOUT_EFFECT: Final = frozenset({
 """Settings of training, of other settings that are refused, and of how PEFT keeps what it reads."""
 _KNOWN: Final = frozenset({
     "alpha_pattern", "bias", "exclude_modules", "init_lora_weights", "layers_pattern", "layers_to_transform",
-    "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules", "task_type", "use_rslora",
+    "lora_alpha", "peft_type", "r", "rank_pattern", "target_modules", "target_parameters", "task_type", "use_rslora",
 })
 _KEEPS_BASE: Final = ("gaussian", "eva", "orthogonal")
 """How matrices may have been begun with: of any other way PEFT changes the model's weights too, or what is computed."""
 _OFF: Final[tuple[object, ...]] = (None, False, {}, [], "")
 _PATTERN: Final = re.compile(r"\^?(?:[\w.-]|\\[.d])+\$?")
 """What a pattern of a rank or scale may be: names and numbers, as an expression that repeats nothing takes no time."""
+_ANYTHING: Final = r".*\."
 _NAME: Final = re.compile(r"[\w.-]+")
 _SHOWN: Final = re.compile(r"[\w.-]{1,160}")
 _LAYER: Final = re.compile(r".*?\.[^.]*\.(\d+)\.")
@@ -79,7 +80,12 @@ class AdapterConfig:
         self._ranks = {key: _rank("rank_pattern", one) for key, one in self._patterns("rank_pattern").items()}
         self._alphas = {key: _alpha("alpha_pattern", one) for key, one in self._patterns("alpha_pattern").items()}
         self._targets, self._excluded = self._names("target_modules"), self._names("exclude_modules")
-        if self._targets is None:
+        parameters = self._names("target_parameters") or ()
+        if isinstance(parameters, str):
+            raise invalid("target_parameters", parameters, f"at most {_MOST_NAMES} names of parameters")
+        self.parameters = parameters
+        """Names, or ends of names, of parameters that are no layers' weights and have matrices."""
+        if self._targets is None and not parameters:
             raise invalid("target_modules", None, "names of layers, an expression, or 'all-linear'")
         self._layers, self._before_layer = self._layer_numbers()
 
@@ -98,15 +104,18 @@ class AdapterConfig:
 
         Why the files: an expression may take any time, and PEFT writes the matrices of all layers that match.
         """
-        excluded, targets = self._excluded, self._targets
+        excluded, targets = self._excluded, self._targets or ()
         if isinstance(excluded, str) or (isinstance(targets, str) and targets.lower() != "all-linear"):
             return None
         if excluded is not None and _ends_in_one(name, excluded):
             return False
         if isinstance(targets, str):
             return is_linear
-        assert targets is not None  # Invariant: the constructor refuses it
         return _ends_in_one(name, targets) and self._is_in_layers(name)
+
+    def targets_parameter(self, name: str) -> bool:
+        """Say whether a parameter that is no layer's weight has matrices, such as that of all experts of a layer."""
+        return _ends_in_one(name, self.parameters)
 
     def _is_in_layers(self, name: str) -> bool:
         if self._layers is None:
@@ -144,6 +153,8 @@ class AdapterConfig:
         found = self._fields.get(name) or {}
         if not isinstance(found, dict) or len(found) > _MOST_NAMES:
             raise invalid(name, found, f"at most {_MOST_NAMES} names of layers with a number each")
+        # Why without: any text may be before a name, so that this says nothing; PEFT writes it for experts.
+        found = {key.removeprefix(_ANYTHING): value for key, value in found.items()}
         if not all(len(key) <= 256 and _PATTERN.fullmatch(key) for key in found):
             raise invalid(name, found, "names of layers, with no part that may repeat")
         return found

@@ -119,19 +119,19 @@ def new_room(_: str, num_rows: int, size: int, dtype: torch.dtype) -> torch.Tens
     return torch.empty(num_rows, size, dtype=dtype)
 
 
-_present: Final[ContextVar[StepUpdates | None]] = ContextVar("pagedcore_adapters", default=None)
+_present: Final[ContextVar[RowAdapters | None]] = ContextVar("pagedcore_adapters", default=None)
 
 
 @contextmanager
-def present_updates(updates: StepUpdates | None) -> Iterator[None]:
+def present_adapters(adapters: RowAdapters | None) -> Iterator[None]:
     """Let products that modules call update their rows inside of the ``with`` block, on this thread."""
-    token = _present.set(updates)
+    token = _present.set(adapters)
     try:
         yield
     finally:
         _present.reset(token)
 
 
-def updates_now() -> StepUpdates | None:
-    """Return what updates the rows of the step that the calling thread computes; ``None``: no row has an adapter."""
+def adapters_now() -> RowAdapters | None:
+    """Return the adapters of the rows that the calling thread computes; ``None``: no row has one."""
     return _present.get()

@@ -55,6 +55,10 @@ class Adapted:
             self.matrices[slot] = own
             self.configs[slot] = json.loads((where / "adapter_config.json").read_text())
             self.backend.put_adapter(slot, self.backend.read_adapter(str(where)))
+        self.begin()
+
+    def begin(self) -> None:
+        """Make the sequences, and say which adapters they have."""
         self.slots = SLOTS
         self.sequences = random_sequences(LENGTHS, VOCAB)
         self.tables = random_tables(random.Random(5), LENGTHS, BLOCK_SIZE, NUM_BLOCKS)
@@ -245,14 +249,18 @@ def test_slots_are_filled_and_emptied(tmp_path: Path) -> None:
 
 
 def test_layers_that_take_none_are_refused_by_name(tmp_path: Path) -> None:
-    """Experts, which see some rows, the output layer, and what is no layer."""
+    """Routers, the output layer, and what is no layer; experts in a way of their own, whose products torch computes."""
     backend = TransformersModel(tiny_model("qwen3_moe"), NumbaCpuAttention, block_size=BLOCK_SIZE)
     backend.use_adapters(1, 8)
-    for name, message in (("model.layers.0.mlp.experts.1.gate_proj", "Experts"), ("lm_head", "output layer"),
-                          ("model.layers.0.mlp.up", "no linear layer")):  # fmt: skip
+    others = TransformersModel(tiny_model("llama4_text"), NumbaCpuAttention, block_size=BLOCK_SIZE)
+    others.use_adapters(1, 8)
+    for one, name, message in (
+        (others, "model.layers.1.feed_forward.experts", "Experts"), (backend, "lm_head", "output layer"),
+        (backend, "model.layers.0.mlp.gate", "no linear"), (backend, "model.layers.0.mlp.up", "no linear layer"),
+    ):
         directory = write_adapter(tmp_path / name, random_matrices({name: (64, 32)}, 8, 1))
         with pytest.raises(InvalidAdapter, match=f"{name}.*{message}"):
-            backend.adapter_bytes(str(directory))
+            one.adapter_bytes(str(directory))
 
 
 def test_a_decoder_of_a_plugin_takes_none(tmp_path: Path) -> None:

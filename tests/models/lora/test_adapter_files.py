@@ -34,8 +34,9 @@ def model() -> AdaptedModel:
                            begin[name.split(".")[-1]], begin[name.split(".")[-1]] + outputs)
         for name, (inputs, outputs) in SIZES.items()
     }  # fmt: skip
-    return AdaptedModel(layers, lambda name: "The output layer takes none here." if name == "lm_head" else "No layer.",
-                        lambda name: name)
+    return AdaptedModel(
+        layers, {}, lambda name: "The output layer takes none here." if name == "lm_head" else "No layer.",
+        lambda name: name)
 
 
 def read(directory: Path) -> LoraAdapter:

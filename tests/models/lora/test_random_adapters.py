@@ -11,17 +11,19 @@ from typing import Any
 import torch
 
 from pagedcore.errors import InvalidAdapter
-from pagedcore.models.lora.adapter import AdaptedLayer, AdaptedModel, adapter_bytes, read_adapter
+from pagedcore.models.lora.adapter import AdaptedExperts, AdaptedLayer, AdaptedModel, adapter_bytes, read_adapter
 from support.lora_directories import random_matrices, write_adapter
 
+EXPERTS = "model.layers.1.mlp.experts"
 NAMES = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj")
 MODEL = AdaptedModel(
     {NAMES[0]: AdaptedLayer(0, 8, 0, 8), NAMES[1]: AdaptedLayer(0, 8, 8, 12), NAMES[2]: AdaptedLayer(1, 8, 0, 8)},
+    {EXPERTS: AdaptedExperts(2, {"gate_up_proj": AdaptedLayer(2, 8, 0, 8), "down_proj": AdaptedLayer(4, 4, 0, 8)})},
     lambda _: "None.", lambda name: name)  # fmt: skip
 SETTINGS: dict[str, Any] = {
     "rank_pattern": {"v_proj": 2}, "alpha_pattern": {r"layers\.1": 3}, "use_rslora": True,
     "layers_to_transform": [0, 1], "layers_pattern": "layers", "exclude_modules": ["k_proj"], "init_lora_weights": True,
-    "modules_to_save": None,
+    "modules_to_save": None, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
 }  # fmt: skip
 #: What stands where something else was, in settings and in heads.
 STRANGE: list[Any] = [
@@ -93,7 +95,8 @@ def test_any_bytes_are_an_adapter_or_refused(tmp_path: Path) -> None:
     rng, numbers = random.Random(5), {"read": 0, "refused": 0}
     longest = 0
     sizes = {name: (one.num_inputs, one.end - one.begin) for name, one in MODEL.layers.items()}
-    matrices = random_matrices(sizes, 4, 1, ranks={"v_proj": 2})
+    sizes |= {f"{EXPERTS}.base_layer": (8, 8), EXPERTS: (4, 8)}
+    matrices = random_matrices(sizes, 4, 1, ranks={"v_proj": 2, "experts.base_layer": 8, "experts": 8})
     directory = write_adapter(tmp_path, matrices, 4, **SETTINGS)
     files = [directory / name for name in ("adapter_model.safetensors", "adapter_config.json")]
     weights, config = (one.read_bytes() for one in files)
@@ -107,7 +110,7 @@ def test_any_bytes_are_an_adapter_or_refused(tmp_path: Path) -> None:
             longest = max(longest, len(str(error)))
             numbers["refused"] += 1
             continue
-        assert adapter.num_bytes == adapter_bytes(directory, MODEL, 8) < 8192
+        assert adapter.num_bytes == adapter_bytes(directory, MODEL, 8) < 16384
         assert adapter.max_rank <= 8
         assert torch.isfinite(adapter.memory.view(torch.float32)).all()
         numbers["read"] += 1
