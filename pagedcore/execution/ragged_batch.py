@@ -11,7 +11,7 @@ from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -141,8 +141,7 @@ def _places(rows: ListOf[ScheduledRow], batch: RaggedBatch, positions: ListOf[ra
 def assemble(
     token_ids: Int64Array, starts: Int64Array, counts: Int64Array, *, seq_ids: Int64Array,
     tables: Int32Array | ListOf[Int32Array], block_size: int,
-    is_sampled: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None,
-    state_reads: Int32Array | None = None, state_writes: Int32Array | None = None,
+    is_sampled: np.ndarray[tuple[int], np.dtype[np.bool_]] | None = None, **states: Any,
 ) -> RaggedBatch:
     """Compute positions, slots and tables of rows that are given as plain arrays.
 
@@ -155,8 +154,7 @@ def assemble(
             needs.
         block_size: tokens per block.
         is_sampled: [R] whether the logits of the row's last token are wanted; ``None``: of all.
-        state_reads: [R] the state block that each row begins from; ``None``: the model keeps no states.
-        state_writes: [R] the state block that each row leaves its state in; given with ``state_reads``.
+        states: ``state_reads`` and ``state_writes`` of the batch, if the model keeps states.
 
     Raises:
         InternalError: a table is too short for its row, or the tokens do not add up.
@@ -176,8 +174,7 @@ def assemble(
         token_ids, positions = np.repeat(token_ids, 2), np.repeat(positions, 2)
         slots = np.append(slots, -1)
     ends = query_start[1:] if is_sampled is None else query_start[1:][is_sampled]
-    return RaggedBatch(token_ids, positions, seq_ids, slots, query_start, kv_lens, stacked, ends - 1,
-                       state_reads=state_reads, state_writes=state_writes)
+    return RaggedBatch(token_ids, positions, seq_ids, slots, query_start, kv_lens, stacked, ends - 1, **states)
 
 
 def largest_batch(num_tokens: int, num_rows: int, block_size: int) -> tuple[RaggedBatch, int]:

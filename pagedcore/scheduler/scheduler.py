@@ -17,10 +17,10 @@ from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.outputs import FinishReason
 from pagedcore.scheduler.adapter_slots import AdapterMoves, AdapterSlots
 from pagedcore.scheduler.batch_gate import ALWAYS_OPEN, BatchGate
-from pagedcore.scheduler.chunk_ends import HybridPlanState
+from pagedcore.scheduler.chunk_ends import kind_of_plan
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan, StepInFlight
-from pagedcore.scheduler.plan_state import PlanningRules, PlanState
+from pagedcore.scheduler.plan_state import PlanningRules
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.policy_queues import PolicyQueues
 from pagedcore.scheduler.preemption import PreemptionRules
@@ -52,7 +52,7 @@ class Scheduler:
     ) -> None:
         self.kv_cache = kv_cache
         self._blocks = kv_cache.device
-        self._is_hybrid = kv_cache.device.keeps_states
+        self._is_hybrid, self._of_kind = kv_cache.device.keeps_states, kind_of_plan(kv_cache)
         self._num_pool_tokens = self._blocks.num_blocks * self._blocks.block_size
         self.costs = CostModel()
         preemption_rules = PreemptionRules(preemption, self.costs, self._blocks.block_size)
@@ -426,8 +426,7 @@ class Scheduler:
             waiting, awaiting = self.adapters.startable(waiting, self._keeps_adapter)
         for phase in self._phases:
             of_phase = rules if phase == rules.phase else replace(rules, phase=phase)
-            state = (HybridPlanState if self._is_hybrid else PlanState)(
-                of_phase, self.kv_cache, self.running.sequences, waiting, awaiting)
+            state = self._of_kind(of_phase, self.kv_cache, self.running.sequences, waiting, awaiting)
             planner = StepPlanner(state, may_wait=may_wait, view=self.queues.view, speculation=speculation)
             plan = planner.plan()
             self.waiting.failure = self.waiting.failure or planner.policy_failure
