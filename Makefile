@@ -1,6 +1,7 @@
 # make demo    watch the batch answer questions        make check   lint and types
 # make test    the tests                               make slow    the long tests
 # make bench   static against continuous batching  make kernels the CUDA kernels, all of them, without a GPU
+# make kernels-cuda12  the same compiled by CUDA 12.9, for drivers for CUDA 12, in an environment of its own
 # make formats quantised checkpoints against the libraries of their formats, in an environment of its own
 # make interop-ray  the Ray Serve application on a local Ray, in an environment of its own
 # make compat  the tests on CPython 3.12, 3.13 and 3.14, with the torch of the index, and on the newest versions of everything
@@ -26,7 +27,7 @@ AN_HOUR := --timeout 3600 -o faulthandler_timeout=3700
 # Tests and examples start some hundred Pythons. Without bytecode on disk each would compile the sources anew, for 0.2 s.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test check browser slow mutants torture soak bench bench-doors bench-vllm bento kernels formats interop-ray gpu docs \
+.PHONY: demo test check browser slow mutants torture soak bench bench-doors bench-vllm bento kernels kernels-cuda12 formats interop-ray gpu docs \
 	architecture families interop compat
 
 demo: $(VENV)/.stamp-demo
@@ -88,6 +89,16 @@ kernels: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m kernels $(AN_HOUR) tests/kernels tests/ptxsim tests/virtual_gpu $(PYTEST_ARGS)
 	$(MAKE) VENV=build/kernels-newest CONSTRAINTS="-c constraints.txt" build/kernels-newest/.stamp-test
 	build/kernels-newest/bin/python -m pytest -m kernels $(AN_HOUR) tests/kernels tests/ptxsim tests/virtual_gpu $(PYTEST_ARGS)
+
+# The kernels as CUDA 12.9 compiles them, for drivers for CUDA 12.
+kernels-cuda12: build/kernels-cuda12/.stamp
+	build/kernels-cuda12/bin/python -m pytest -m kernels $(AN_HOUR) tests/kernels/cuda $(PYTEST_ARGS)
+
+build/kernels-cuda12/.stamp: pyproject.toml constraints.txt requirements-cuda12.txt
+	$(MAKE) VENV=$(@D) CONSTRAINTS="-c constraints.txt" $(@D)/.stamp-test
+	$(@D)/bin/python -m pip uninstall -q -y nvidia-nvvm nvidia-nvjitlink nvidia-cuda-nvrtc
+	$(@D)/bin/python -m pip install -q -r requirements-cuda12.txt
+	touch $@
 
 formats:
 	$(MAKE) VENV=build/formats build/formats/.stamp-formats

@@ -27,7 +27,7 @@ LAYOUT = TokenMajorLayout(4, torch.bfloat16, (LayerShape(1, 16, 16),))
 def gpus(request: pytest.FixtureRequest) -> Iterator[Machine]:
     """Where the pools are: GPUs whose driver has a call for many copies, and others."""
     with virtual_gpus() as machine:
-        api = DriverApi(machine, 13000 if request.param == "batches" else 12090)
+        api = DriverApi(machine, 13000 if request.param == "batches" else 12040)
         APIS.append(api)
         with patch("pagedcore_kernels.cuda.driver._bindings", lambda: api):
             yield machine

@@ -1,7 +1,7 @@
 """Many copies between a GPU and pinned memory in one call of its driver.
 
 Owns the question whether the driver has such a call. A loop over single copies costs the host some microseconds for
-each, and small ones do not fill the bus (``cuMemcpyBatchAsync``, CUDA 13).
+each, and small ones do not fill the bus (``cuMemcpyBatchAsync``, CUDA 12.8).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, Final
 from pagedcore_kernels.cuda import driver
 from pagedcore_kernels.errors import InternalError, MissingDependency
 
-_FIRST_VERSION: Final = 13000
-"""The first driver that has the call as cuda-bindings make it."""
+_FIRST_VERSION: Final = 12080
+"""The first driver that has the call."""
 _NOT_SUPPORTED: Final = 801
 
 
@@ -42,10 +42,11 @@ class BatchCopies:
         """
         address, (sources, destinations, sizes) = self._api.CUdeviceptr, zip(*pieces, strict=True)
         try:
-            (status,) = self._api.cuMemcpyBatchAsync(
+            # Why a rest: bindings of CUDA 12 also return which copy failed.
+            status, *_ = self._api.cuMemcpyBatchAsync(
                 list(map(address, destinations)), list(map(address, sources)), list(sizes), len(pieces),
                 [self._attributes], [0], 1, self._api.CUstream(stream))
-        except RuntimeError:  # what cuda-bindings raise of a function that the library does not have
+        except RuntimeError:  # as bindings of CUDA 13 raise over a driver for CUDA 12, whose call is another
             return False
         if int(status) not in (0, _NOT_SUPPORTED):
             raise InternalError(f"CUDA driver: {len(pieces)} copies failed with status {driver._named(status)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import os
 import platform
 import shutil
@@ -89,6 +90,21 @@ def test_whatever_a_kernel_is_made_of_is_part_of_its_key(tmp_path: Path) -> None
     with pytest.raises(InternalError, match=r"no source shapes\.py"):
         images.digest_of(package)
     assert toolchain.compiler_versions()["python"] == platform.python_version()
+
+
+def test_the_tools_of_cuda_12_are_known_by_what_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a release before 13 say so, as a driver for that release loads them and no later ones."""
+    installed = {"nvidia-cuda-nvcc-cu12": "12.9.86", "nvidia-nvjitlink-cu12": "12.9.85", "numba-cuda": "0.30.4"}
+
+    def version(package: str) -> str:
+        if package not in installed:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    monkeypatch.setattr(toolchain, "_system_library", lambda name: None)
+    found = toolchain._compiler_versions.__wrapped__()
+    assert (found["nvidia-nvvm"], found["nvidia-nvjitlink"], found["llvmlite"]) == ("12.9.86", "12.9.85", "none")
 
 
 def test_a_directory_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ _COMPILER_LIBRARIES: Final = (
 )
 _VERSIONED: Final = ("numba-cuda", "numba", "llvmlite", "nvidia-nvvm", "nvidia-nvjitlink")
 """What decides about the code of a kernel, and Python, whose bytecode Numba compiles."""
+_OF_CUDA_12: Final = {"nvidia-nvvm": "nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink": "nvidia-nvjitlink-cu12"}
+"""What brought them before CUDA 13."""
 
 
 def missing_compiler_parts() -> list[str]:
@@ -61,15 +63,19 @@ def require_bindings() -> None:
 def _compiler_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in _VERSIONED:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "none"
+        found[package] = _version(package) or _version(_OF_CUDA_12.get(package, package)) or "none"
     for package, library in _COMPILER_LIBRARIES:
         if package in found and (file := _system_library(library)):
             # Why: a toolkit of the system comes before packages of another environment, and says no version.
             found[package] = f"{file.name} of {file.stat().st_size} bytes"
     return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def compiler_versions() -> dict[str, str]:
