@@ -1,7 +1,7 @@
 # make demo    watch the batch answer questions        make check   lint and types
 # make test    the tests                               make slow    the long tests
 # make bench   static against continuous batching  make kernels the CUDA kernels, all of them, without a GPU
-# make kernels-cuda12  the same compiled by CUDA 12.9, for drivers for CUDA 12, in an environment of its own
+# make kernels-cuda12  the same compiled by CUDA 12.9; make kernels-mlir  by the successor of numba-cuda
 # make formats quantised checkpoints against the libraries of their formats, in an environment of its own
 # make interop-ray  the Ray Serve application on a local Ray, in an environment of its own
 # make compat  the tests on CPython 3.12, 3.13 and 3.14, with the torch of the index, and on the newest versions of everything
@@ -27,7 +27,7 @@ AN_HOUR := --timeout 3600 -o faulthandler_timeout=3700
 # Tests and examples start some hundred Pythons. Without bytecode on disk each would compile the sources anew, for 0.2 s.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test check browser slow mutants torture soak bench bench-doors bench-vllm bento kernels kernels-cuda12 formats interop-ray gpu docs \
+.PHONY: demo test check browser slow mutants torture soak bench bench-doors bench-vllm bento kernels kernels-cuda12 kernels-mlir formats interop-ray gpu docs \
 	architecture families interop compat
 
 demo: $(VENV)/.stamp-demo
@@ -98,6 +98,17 @@ build/kernels-cuda12/.stamp: pyproject.toml constraints.txt requirements-cuda12.
 	$(MAKE) VENV=$(@D) CONSTRAINTS="-c constraints.txt" $(@D)/.stamp-test
 	$(@D)/bin/python -m pip uninstall -q -y nvidia-nvvm nvidia-nvjitlink nvidia-cuda-nvrtc
 	$(@D)/bin/python -m pip install -q -r requirements-cuda12.txt
+	touch $@
+
+# And as numba-cuda-mlir does, the successor of numba-cuda.
+kernels-mlir: build/kernels-mlir/.stamp
+	PYTHONPATH=kernels:tests build/kernels-mlir/bin/python -m pytest -p kernels.cuda.mlir_intrinsics \
+		-o cache_dir=build/kernels-mlir/cache -m "not slow" -k "sm_90" $(AN_HOUR) \
+		$(patsubst %,tests/kernels/cuda/test_%.py,elementwise sampling execute staging) $(PYTEST_ARGS)
+
+build/kernels-mlir/.stamp: pyproject.toml constraints.txt
+	$(MAKE) VENV=$(@D) CONSTRAINTS="-c constraints.txt" $(@D)/.stamp-test
+	$(@D)/bin/python -m pip install -q numba-cuda-mlir==0.6.0
 	touch $@
 
 formats:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from numba import cuda
-
 from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import i32, u32, u64
 from pagedcore_kernels.cuda.shapes import ROW_THREADS
 

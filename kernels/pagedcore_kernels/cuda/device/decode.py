@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from pagedcore_kernels.cuda.device import numerics as num
 from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.partials import of_query_head, result_functions
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import tile_functions
@@ -281,7 +281,7 @@ def decode_kernel(shape: AttentionShape) -> Any:
         # The last CTA of these rows folds what all of them have left.
         # Safety: each thread's stores are made visible before the counter is raised, and it is read after.
         flag = base + u32(FLAG_AT)
-        cuda.threadfence()
+        ptx.fence()
         cuda.syncthreads()
         if t == 0:
             counter = u32(u32(u32(first_slot) * u32(kv_heads)) + u32(head))
@@ -289,7 +289,7 @@ def decode_kernel(shape: AttentionShape) -> Any:
         cuda.syncthreads()
         if ptx.lds32(flag) != last_arrival:
             return
-        cuda.threadfence()
+        ptx.fence()
         # The partials are the last segments, one each, and before them everything else in one; what lies wholly
         # before the first visible key was left by nobody.
         before = i32(i32(u32(last_position) // u32(SEGMENT)) + 1 - num_partials)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import f32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import packer, pair_unpackers
 from pagedcore_kernels.cuda.shapes import GATED_VECTORS, LOG2_E, ROW_THREADS, Format

@@ -9,9 +9,8 @@ order: a row's token does not depend on how many threads added its weights or wh
 
 from __future__ import annotations
 
-from numba import cuda
-
 from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.shapes import SAMPLE_CANDIDATES, SAMPLE_WARPS
 

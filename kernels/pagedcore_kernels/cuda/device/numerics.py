@@ -12,9 +12,8 @@ far has the maximum ``MASKED`` and weights of exactly 0, so tiles that a row can
 
 from __future__ import annotations
 
-from numba import cuda
-
 from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32
 from pagedcore_kernels.cuda.shapes import LOG2_E, SEGMENT
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from numba import cuda
-
 from pagedcore_kernels.cuda.device import numerics as num
 from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.shapes import DECODE_ROWS as ROWS
 from pagedcore_kernels.cuda.shapes import THREADS, WARPS, AttentionShape, partial_bytes

@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.rms_norm import inverse_rms, sum_of_group
 from pagedcore_kernels.cuda.device.tiles import packer, pair_unpackers

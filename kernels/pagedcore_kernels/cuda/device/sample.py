@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from pagedcore_kernels.cuda.device import logit_views as view
 from pagedcore_kernels.cuda.device import primitives as ptx
+from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.logit_views import IDS_AT, KEY_OF_NOTHING, SLOTS_AT
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.shapes import SAMPLE_CANDIDATES, SAMPLE_ROW_BYTES, SAMPLE_WARPS
