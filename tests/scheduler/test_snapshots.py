@@ -59,7 +59,7 @@ LEFT_OUT: dict[type, dict[str, str]] = {
     StateBlocks: {"num_states": SETTING, "written": LANDED},
     HostCache: {"num_blocks": SETTING, "policy": SETTING},
     BlockPool: {"num_blocks": SETTING},
-    BlockTable: {"_ids": DERIVED, "_view": DERIVED},
+    BlockTable: {"_ids": DERIVED, "_view": DERIVED, "num_changes": "tells one state of a table from others in memory"},
     PrefixCache: {"_pool": WIRING, "_policy": SETTING, "_heap": DERIVED, "num_recomputed": STATISTIC,
                   "_evicted": STATISTIC, "forget_state": WIRING},
     CachedBlock: {},
