@@ -136,8 +136,11 @@ compat-%:
 	$(if $(call python-of,$*),$(MAKE) test VENV=build/$@ PYTHON=$(call python-of,$*),@echo "no Python $* here: not tested")
 
 gpu: $(VENV)/.stamp-test
-	$(BIN)/python benchmarks/gpu.py build
-	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
+	$(BIN)/python benchmarks/gpu.py build --arch $(or $(ARCH),sm_90)
+	mkdir -p build/gpu; $(BIN)/pagedcore doctor > build/gpu/doctor.txt 2>&1; status=$$?; \
+	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS) || status=1; \
+	timeout 1800 $(BIN)/python benchmarks/gpu_engine.py || status=1; \
+	tar -czf build/gpu.tar.gz -C build gpu; echo "send build/gpu.tar.gz back"; exit $$status
 
 check: $(VENV)/.stamp-test
 	$(BIN)/ruff check --no-cache .

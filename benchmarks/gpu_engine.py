@@ -2,8 +2,9 @@
 
 ``gpu.py build`` compiles the kernels. Parts: the demo model's questions; six architectures with random weights, whose
 log-probabilities are compared with transformers in float32; which numbers of rows give the same bits in torch's
-products; and steps of two models' shapes, recorded and launched one by one, how long they take and how long the GPU
-works meanwhile. ``--device cpu --small`` runs all but the last without a GPU. benchmarks/h200.md has what was found.
+products; and steps of two models' shapes, by the fused decoder and by transformers' modules, recorded and launched one
+by one: how long they take, how long the GPU works meanwhile, and how long recording at the start takes. ``--device cpu
+--small`` runs all but the last without a GPU. benchmarks/h200.md has what was found.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +35,9 @@ from gpu import private_copy  # noqa: E402
 from pagedcore import Engine, RequestOutput, SamplingParams  # noqa: E402
 from pagedcore.demo_model.questions import demo_questions, is_correct  # noqa: E402
 from pagedcore.execution import devices  # noqa: E402
+from pagedcore.models import transformers_model  # noqa: E402
+from pagedcore.models.decoders.graphed import GraphedSteps  # noqa: E402
+from pagedcore.models.decoders.plain import PlainDecoder  # noqa: E402
 
 SIZES = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
          "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 4096}
@@ -66,9 +71,10 @@ def main() -> int:
         parts[f"same bits: {shape}"] = lambda shape=shape: same_bits(*shape, given.device)
     if not given.small:
         for kind, rows in (("qwen2", 1), ("qwen2", 64), ("qwen2", 256), ("llama", 1), ("llama", 64)):
-            for is_recorded in (True, False):
-                parts[f"steps: {kind}, {rows} rows{'' if is_recorded else ', launched one by one'}"] = (
-                    lambda kind=kind, rows=rows, is_recorded=is_recorded: steps(kind, rows, is_recorded))
+            for is_fused, is_recorded in ((True, True), (True, False), (False, True), (False, False)):
+                name = f"steps: {kind}, {rows} rows, {'fused' if is_fused else 'modules'}"
+                parts[f"{name}{'' if is_recorded else ', launched one by one'}"] = partial(
+                    steps, kind, rows, is_fused, is_recorded)
     found: dict[str, Any] = {"torch": torch.__version__, "transformers": transformers.__version__}
     if given.device == "cuda":
         found["gpu"] = torch.cuda.get_device_name(0)
@@ -107,6 +113,24 @@ def recording(is_on: bool) -> Iterator[None]:
         return
     with patch.object(devices, "CudaGraphs", lambda device: None):
         yield
+
+
+@contextmanager
+def decoding(is_fused: bool) -> Iterator[dict[str, float]]:
+    """Let models on a GPU be computed by the fastest decoder, or by their modules; yields how long recording took."""
+    took, record_ahead = {"s of recording at the start": 0.0}, GraphedSteps.record_ahead
+
+    def timed(steps: GraphedSteps, *arguments: Any) -> None:
+        begin = time.perf_counter()
+        record_ahead(steps, *arguments)
+        torch.cuda.synchronize()
+        took["s of recording at the start"] = round(time.perf_counter() - begin, 2)
+
+    factory = transformers_model.best_factory
+    with patch.object(GraphedSteps, "record_ahead", timed), patch.object(
+        transformers_model, "best_factory", factory if is_fused else lambda *_: PlainDecoder
+    ):
+        yield took
 
 
 def answer(engine: Engine, prompts: list[Any], params: SamplingParams) -> list[RequestOutput]:
@@ -149,7 +173,8 @@ def against_transformers(kind: str, device: str) -> dict[str, Any]:
     with Engine.from_pretrained(copy.deepcopy(model), **settings) as engine:
         outputs = answer(engine, prompts, params)
         turned = answer(engine, prompts[::-1], params)[::-1]
-        graphed = getattr(engine.components.runner.backend, "_graphed", None)
+        backend: Any = engine.components.runner.backend
+        decoder, graphed = type(getattr(backend, "_decoder", None)).__name__, getattr(backend, "_graphed", None)
         is_recorded = graphed is not None and graphed.is_possible
     with recording(False), Engine.from_pretrained(copy.deepcopy(model), **settings) as engine:
         launched = answer(engine, prompts, params)
@@ -166,7 +191,7 @@ def against_transformers(kind: str, device: str) -> dict[str, Any]:
     same = sum(a.outputs[0].token_ids == b.outputs[0].token_ids for a, b in zip(outputs, turned, strict=True))
     return {"mean error": float(np.mean(own)), "largest error": max(own), "mean error of transformers": np.mean(theirs),
             "largest of transformers": max(theirs), "largest regret of a greedy token": max(regrets),
-            "same in another order": same, "of": len(prompts), "is recorded": is_recorded,
+            "same in another order": same, "of": len(prompts), "is recorded": is_recorded, "decoder": decoder,
             "same launched one by one": sum(a.outputs[0].token_ids == b.outputs[0].token_ids
                                             for a, b in zip(outputs, launched, strict=True))}
 
@@ -192,13 +217,13 @@ def same_bits(inner: int, outer: int, device: str) -> dict[str, Any]:
     return {"groups of rows": [group for group, _ in groups], "place matters at": moved}
 
 
-def steps(kind: str, rows: int, is_recorded: bool) -> dict[str, Any]:
-    """Decode steps on the general path: wall clock, launches, and how long the GPU works in one."""
+def steps(kind: str, rows: int, is_fused: bool, is_recorded: bool) -> dict[str, Any]:
+    """Decode steps: wall clock, launches, and how long the GPU works in one."""
     model = model_of(kind, SHAPES[kind], "cuda")
     rng = np.random.default_rng(0)
     settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "max_num_batched_tokens": 8192,
                                 "max_num_seqs": max(8, rows), "num_kv_blocks": rows * 12 + 64}
-    with recording(is_recorded), Engine.from_pretrained(model, **settings) as engine:
+    with recording(is_recorded), decoding(is_fused) as took, Engine.from_pretrained(model, **settings) as engine:
         for _ in range(rows):
             engine.add_request(rng.integers(3, 2000, 64).tolist(), SamplingParams(max_tokens=80, ignore_eos=True))
         times = []
@@ -217,7 +242,7 @@ def steps(kind: str, rows: int, is_recorded: bool) -> dict[str, Any]:
                 engine.step()
     events = [event for event in profile.key_averages() if "CUDA" in str(event.device_type)]
     top = sorted((event.self_device_time_total / 4, event.count // 4, event.key[:60]) for event in events)[:-9:-1]
-    return {"ms": float(np.median(times)) * 1e3, "fastest ms": min(times) * 1e3,
+    return {**took, "ms": float(np.median(times)) * 1e3, "fastest ms": min(times) * 1e3,
             "longest of the first after one, ms": longest * 1e3,
             "GPU ms": sum(event.self_device_time_total for event in events) / 4e3,
             "launches and copies": sum(event.count for event in events) // 4, "longest (us, number, name)": top}

@@ -78,3 +78,18 @@ def test_the_garbage_collector_is_the_hosts() -> None:
              if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
              and (node.value.id, node.attr) in {("gc", name) for name in COLLECTOR}}
     assert users == {"pagedcore.cli.simulate", "pagedcore_http.present_objects"}
+
+
+def uses_torch_cuda(source: Source) -> bool:
+    """Whether a file names ``torch.cuda``, or imports it."""
+    is_imported = any(f"{module}.{name}".startswith("torch.cuda") for module, name in source.imports())
+    return is_imported or any(
+        isinstance(node, ast.Attribute) and node.attr == "cuda" and isinstance(node.value, ast.Name)
+        and node.value.id == "torch" for node in ast.walk(source.tree))
+
+
+def test_a_gpu_is_behind_few_files() -> None:
+    """Streams, graphs, events and memory of a GPU are ``Device``'s; a launch asks for torch's current stream."""
+    assert {source.module for source in SOURCES if uses_torch_cuda(source)} == {
+        "pagedcore.execution.devices", "pagedcore.execution.cuda_graphs", "pagedcore.execution.cuda_kv_pool",
+        "pagedcore.execution.cuda_streams", "pagedcore_kernels.cuda.driver"}

@@ -46,6 +46,17 @@ def test_a_step_like_the_last_costs_no_copy() -> None:
     assert stack.stack([table], np.array([2])) is stack.stack([table], np.array([2]))
 
 
+def test_a_last_block_that_became_another_is_seen() -> None:
+    """As after drafts that were wrong, a table may be as long as before and not the same."""
+    table, stack = BlockTable(), TableStack()
+    table.append([4, 5])
+    before = stack.stack([table], np.array([2]))
+    table.truncate(1)
+    table.append([6])
+    assert stack.stack([table], np.array([2])).tolist() == [[4, 6]]
+    assert before.tolist() == [[4, 5]]
+
+
 def test_a_table_that_is_too_short_is_refused() -> None:
     """Also where the rows are those of the last step."""
     table, stack = BlockTable(), TableStack()
