@@ -52,6 +52,10 @@ class SizeReport:
     """What an engine allocates: whole blocks, padding included."""
     int8_kv_bytes: int | None
     """The same with ``kv_cache_dtype="int8"``; ``None`` for a model that cannot have it."""
+    state_bytes: int
+    """What recurrent layers keep of a sequence, at one position and whatever its length; 0 if there are none."""
+    num_states: int
+    """What an engine allocates: a sequence that runs has some, one of which is written while another is read."""
     adapter_bytes: int
     """As ``adapter_memory`` keeps them for adapters."""
     memory: int
@@ -69,8 +73,13 @@ class SizeReport:
 
     @property
     def total_bytes(self) -> int:
-        """Weights, KV and adapters together."""
-        return self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.adapter_bytes
+        """Weights, KV, states and adapters together."""
+        return self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.states_bytes + self.adapter_bytes
+
+    @property
+    def states_bytes(self) -> int:
+        """All states."""
+        return self.num_states * self.state_bytes
 
     @property
     def pair_bytes(self) -> int:
@@ -155,6 +164,7 @@ def size_model(
         InvalidConfig: an argument is out of range, there is no such model, or it cannot run here.
     """
     from pagedcore.engine.kv_memory import context_length
+    from pagedcore.engine.state_memory import STATES_PER_ROW
     from pagedcore.execution.machine import free_memory_bytes
     from pagedcore.models.loading import model_name, plan_backend
     from pagedcore.plugins.manager import create_plugin_manager
@@ -175,8 +185,11 @@ def size_model(
     in_int8 = _in_int8(layout)
     of_token = _bytes_per_token(layout, is_int8=layout == in_int8)
     num_blocks = sequences * (blocks_per_sequence := -(-length // layout.block_size))
-    pair_bytes = layout.block_bytes + draft_block
-    num_blocks_that_fit = max(0, most - plan.weight_bytes - draft_weights - adapter_bytes) // pair_bytes
+    pair_bytes, of_states = layout.block_bytes + draft_block, STATES_PER_ROW * plan.state_bytes
+    room = max(0, most - plan.weight_bytes - draft_weights - adapter_bytes)
+    left = room - sequences * of_states
+    # Why the second: blocks of a model without attention are names.
+    num_blocks_that_fit = max(0, left) // pair_bytes if pair_bytes else num_blocks * (left >= 0)
     return SizeReport(
         model=model_name(model), dtype=str(layout.model_dtype).removeprefix("torch."),
         kv_cache_dtype=kv_cache_dtype, quantization=quantization, max_model_len=plan.max_model_len,
@@ -186,21 +199,23 @@ def size_model(
         bytes_per_token=of_token, padding_bytes=layout.block_bytes - layout.block_size * of_token,
         blocks_per_sequence=blocks_per_sequence, num_blocks=num_blocks, kv_bytes=num_blocks * pair_bytes,
         int8_kv_bytes=None if in_int8 is None else num_blocks * (in_int8.block_bytes + draft_block),
+        state_bytes=plan.state_bytes, num_states=STATES_PER_ROW * sequences if plan.state_bytes else 0,
         adapter_bytes=adapter_bytes, memory=most, num_blocks_that_fit=num_blocks_that_fit,
-        num_sequences_that_fit=num_blocks_that_fit // blocks_per_sequence,
+        num_sequences_that_fit=room // (blocks_per_sequence * pair_bytes + of_states),
         context_that_fits=min(length, num_blocks_that_fit // sequences * layout.block_size),
         speculative_model=speculative_model, draft_weight_bytes=draft_weights, draft_block_bytes=draft_block,
     )
 
 
 def _in_int8(layout: BlockLayout) -> BlockLayout | None:
-    """Return the same with KV in int8; ``None``: inputs of convolutions stay in the model's format."""
+    """Return the same with KV in int8; ``None``: inputs of convolutions stay in the model's format, or there is no KV.
+    """
     from torch import int8
 
     from pagedcore_kernels.layout import Int8KVLayout
 
-    has_convolutions = not all(layer.key_head_size for layer in layout.layers)
-    return None if has_convolutions else Int8KVLayout(layout.block_size, int8, layout.layers, layout.model_dtype)
+    is_all_kv = bool(layout.layers) and all(layer.key_head_size for layer in layout.layers)
+    return None if not is_all_kv else Int8KVLayout(layout.block_size, int8, layout.layers, layout.model_dtype)
 
 
 def _bytes_per_token(layout: BlockLayout, *, is_int8: bool) -> int:
@@ -280,6 +295,9 @@ def _table(report: SizeReport, source: str) -> Table:
          f"{format_memory(report.kv_bytes)}: what an engine allocates"),
         ("without padding", report.concurrency * report.context * report.bytes_per_token,
          f"{report.concurrency:,} x {tokens}, as the formula counts"),
+        *([("a state", report.state_bytes, "of recurrent layers, at any length"),
+           ("all states", report.states_bytes, f"{report.num_states:,} for {report.concurrency:,} sequences")]
+          if report.state_bytes else []),
         ("weights, about", report.weight_bytes,
          f"{report.num_parameters:,} parameters, {format_memory(report.weight_bytes)}"),
         *([("weights beside", report.draft_weight_bytes,
@@ -297,6 +315,8 @@ def _table(report: SizeReport, source: str) -> Table:
 
 def _token_sum(report: SizeReport) -> str:
     """Write the sum over the layers; 2 stands for K and V, where their heads have one size."""
+    if not report.layers:
+        return "no layer has K and V"
     terms, is_int8 = [], report.kv_cache_dtype == "int8"
     for layer in report.layers:
         sizes = [f"{layer[name]} + 4" if is_int8 else f"{layer[name]}" for name in ("key_head_size", "value_head_size")]

@@ -26,6 +26,10 @@ _SIGLIP: dict[str, Any] = {**_VISION, "model_type": "siglip_vision_model"}
 _COHERE: dict[str, Any] = {"model_type": "cohere2", "logit_scale": 0.25, "sliding_window": 8,
                            "layer_types": ["sliding_attention", "full_attention"]}
 _CONVOLVING: dict[str, Any] = {"layer_types": ["conv", "full_attention"]}
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+}
 _IMAGE = {"image_token_id": 190}
 _QWEN_IDS = {**_IMAGE, "video_token_id": 191, "vision_start_token_id": 192, "vision_end_token_id": 193}
 
@@ -81,6 +85,11 @@ WRAPPERS: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"text_config": {**_TEXT, **_mrope(2, 3, 3)}, **_QWEN_IDS,
                  "vision_config": {**_QWEN_VISION, "embed_dim": 32, "hidden_size": 64}},
     "qwen2_5_vl": {"text_config": {**_TEXT, **_mrope(2, 3, 3)}, "vision_config": _QWEN_VISION, **_QWEN_IDS},
+    "qwen3_5": {"text_config": {**_TEXT, **_HEAD, **_DELTA}, **_QWEN_IDS,
+                "vision_config": {**_QWEN_VISION, "num_position_embeddings": 16}},
+    "qwen3_5_moe": {"text_config": {**_TEXT, **_HEAD, **_DELTA, "num_experts": 4, "num_experts_per_tok": 2,
+                                    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}, **_QWEN_IDS,
+                    "vision_config": {**_QWEN_VISION, "num_position_embeddings": 16}},
     "qwen3_vl": {"text_config": {**_TEXT, **_HEAD, **_mrope(2, 3, 3)}, **_QWEN_IDS,
                  "vision_config": {**_QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}},
     "qwen3_vl_moe": {"text_config": {**_TEXT, **_HEAD, **_mrope(2, 3, 3), "num_experts": 4, "num_experts_per_tok": 2,

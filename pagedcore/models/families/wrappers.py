@@ -37,6 +37,8 @@ _TEXT_MODELS: Final[Mapping[str, Mapping[str, str]]] = {
     "mllama_text_model": {"mllama_text_model": "llama"},
     "qwen2_vl": {"qwen2_vl_text": "qwen2"},
     "qwen2_5_vl": {"qwen2_5_vl_text": "qwen2"},
+    "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
+    "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
     "qwen3_vl_moe": {"qwen3_vl_moe_text": "qwen3_moe"},
     **dict.fromkeys(("internvl", "llava", "llava_next", "llava_onevision", "mistral3", "vipllava"), _PLAIN_HEADS),

@@ -96,6 +96,7 @@ def test_every_architecture_has_the_layout_that_its_configuration_tells(loaded: 
         return
     plan = read_blueprint(tmp_path, ReferenceAttention, EngineConfig(dtype="float32", block_size=16))
     assert plan.layout == loaded.backend.layout(16)
+    assert plan.state_bytes == loaded.backend.state_bytes
     assert plan.max_model_len == loaded.backend.max_model_len
 
 
