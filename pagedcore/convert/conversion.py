@@ -31,6 +31,7 @@ from pagedcore.convert.smoothing import Smoothing, find_smoothing
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import InvalidConfig, ModelNotSupported, describe
 from pagedcore.execution.memory_pages import FileMappings
+from pagedcore.models.attention.recurrences import kept_layers
 from pagedcore.models.checkpoints import auto_int8
 from pagedcore.models.checkpoints.classifier_files import require_generator
 from pagedcore.models.checkpoints.fp8 import FP8, FP8Files
@@ -60,9 +61,8 @@ from pagedcore.models.families.model_facts import is_named_headless, max_model_l
 from pagedcore.models.families.table import file_name, module_name
 from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.int8_embedding import FIELD, OF_HEAD, OWN_TABLE, kind_of_embedding
-from pagedcore.models.linears.packed_linear import can_pack
+from pagedcore.models.linears.packed_linear import can_pack, holders_of_matrices
 from pagedcore.models.linears.schemes import QUANTIZERS
-from pagedcore.models.linears.shared_matrices import read_by_others
 from pagedcore.tokenizer.tokenizer import HFTokenizer
 from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
 from pagedcore_kernels.cpu.runtime.threads import num_threads_of_torch
@@ -278,7 +278,7 @@ def _schemes(
     if quantization == AUTO_INT8:
         quantized = auto_int8.choose(modules, _reader(modules, files), seen)
     else:
-        kept = read_by_others(modules)
+        kept = kept_layers(modules)
         quantized = {name: quantization for name, module in modules.named_modules()
                      if type(module) is nn.Linear and module not in kept
                      and QUANTIZERS[quantization].can_quantize(module.in_features)}
@@ -305,10 +305,10 @@ def _modules(config: Any, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     supported_models.check_modules(model, str(config.model_type))
+    others = set(holders_of_matrices(model))
     for name, module in model.named_modules():
-        matrices = [one for one in module.parameters(recurse=False) if one.ndim > 1]
-        is_known = isinstance(module, nn.Embedding) or type(module) is nn.Linear
-        if matrices and not (is_known or shapes_of_expert(module) or type(module).__name__.endswith("Router")):
+        is_known = type(module) is nn.Linear or shapes_of_expert(module) or type(module).__name__.endswith("Router")
+        if module in others and not is_known:
             raise ModelNotSupported(
                 f"model: {name} ({type(module).__name__}) has matrices and is no linear layer; such models are "
                 "quantised when they are loaded, not converted."

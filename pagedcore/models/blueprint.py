@@ -21,6 +21,7 @@ from pagedcore.config.engine_config import EngineConfig
 from pagedcore.config.schemes import SCHEMES
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.attention.recurrences import kept_layers
 from pagedcore.models.checkpoints.pretrained import as_refusals, computing_dtype
 from pagedcore.models.checkpoints.quantized import (
     StoredFormat,
@@ -40,7 +41,6 @@ from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.packed_linear import can_pack, matrix_of
 from pagedcore.models.linears.schemes import QuantizedLinears
 from pagedcore.models.linears.shared_embedding import can_share
-from pagedcore.models.linears.shared_matrices import read_by_others
 from pagedcore.models.linears.stored_weight import stored_weights
 from pagedcore.protocols import AttentionFactory
 from pagedcore_kernels.layout import BlockLayout
@@ -127,7 +127,7 @@ def _weight_bytes(
         total -= int(model.get_input_embeddings().weight.nbytes)
     if scheme is None:
         return total
-    kept = read_by_others(model)
+    kept = kept_layers(model)
     for module in model.modules():
         weight = None if module in kept else matrix_of(module)
         for one in matrices_of_experts(module) if weight is None else (weight[None],):

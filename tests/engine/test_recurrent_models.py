@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from pagedcore.convert.conversion import convert
+from pagedcore.convert.packing import pack
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidConfig, ModelNotSupported
+from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.sampling_params import SamplingParams
+from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 from support.families import HYBRIDS, VOCAB, tiny_model
 
+needs_products = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
 CHUNKS = (8, 48, 64)
 #: One token, two, one less than a convolution has taps, and both sides of usual chunk borders.
 LENGTHS = (1, 2, 3, 63, 64, 65, 127)
@@ -133,3 +139,66 @@ def test_a_gpu_is_refused_before_it_is_asked_for() -> None:
 
     with virtual_gpus(), pytest.raises((ModelNotSupported, InvalidConfig), match=r"recurrent layers.*device='cpu'"):
         on_gpu(tiny_model("qwen3_5_text"))
+
+
+LIVES = ("mamba", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_5_text", "granitemoehybrid", "jamba")))
+ROOM: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_memory": "4MiB", "dtype": "float32"}
+
+
+def all_answers(engine: Engine) -> list[Any]:
+    return list(answers(engine, list(range(len(PROMPTS)))).values())
+
+
+Directories = tuple[Path, Path, Any, Any]
+
+
+@pytest.fixture(scope="module", params=LIVES)
+def directories(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Directories:
+    """Two models of one shape, and what each answers."""
+    places = [tmp_path_factory.mktemp("model") for _ in range(2)]
+    found = []
+    for seed, place in enumerate(places):
+        tiny_model(request.param, seed=seed).save_pretrained(place)
+        with Engine.from_pretrained(place, **ROOM) as engine:
+            found.append(all_answers(engine))
+    assert found[0] != found[1]
+    return places[0], places[1], *found
+
+
+def test_an_engine_that_slept_has_its_answers_again(directories: Directories) -> None:
+    """States and weights go and come back; nothing of a state from before is used."""
+    with Engine.from_pretrained(directories[0], **ROOM) as engine:
+        for level in (1, 2):
+            assert all_answers(engine) == directories[2]
+            engine.sleep(level)  # type: ignore[arg-type]
+            engine.wake()
+        assert all_answers(engine) == directories[2]
+
+
+@pytest.mark.parametrize("way", ["staged", "in_place"])
+def test_new_weights_answer_as_if_there_had_been_no_others(
+    way: Any, directories: Directories
+) -> None:
+    """No state of the old weights is found by the prefixes of the new ones."""
+    with Engine.from_pretrained(directories[0], **ROOM) as engine:
+        assert all_answers(engine) == directories[2]
+        with engine.new_weights("other", way=way) as new:
+            new.load(directories[1])
+        assert all_answers(engine) == directories[3]
+
+
+@needs_products
+def test_packed_and_converted_weights_answer_as_those_packed_at_load(
+    directories: Directories, tmp_path: Path
+) -> None:
+    """Convolutions and decays go along as they are, and each linear layer is quantised as at load."""
+    packed = pack(str(directories[0]), tmp_path / "packed", create_plugin_manager().registry.load, dtype="float32")
+    with Engine.from_pretrained(packed.parent, **ROOM) as engine:
+        assert all_answers(engine) == directories[2]
+    convert(str(directories[0]), tmp_path / "converted", quantization="w8a8", dtype="float32")
+    with Engine.from_pretrained(tmp_path / "converted", **ROOM) as engine:
+        converted = all_answers(engine)
+    with Engine.from_pretrained(directories[0], quantization="w8a8", **ROOM) as engine:
+        assert all_answers(engine) == converted

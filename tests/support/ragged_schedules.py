@@ -75,11 +75,12 @@ def batch_of(
 
 
 def run_schedule(
-    backend: Any, sequences: Seq[torch.Tensor], steps: list[Rows], tables: Seq[Any], block_size: int
-) -> list[torch.Tensor]:
+    backend: Any, sequences: Seq[torch.Tensor], steps: list[Rows], tables: Seq[Any], block_size: int,
+    states: StateBlocks | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
     """Logits [n, vocabulary] of every sequence; ``backend`` has its KV pool already."""
     parts: list[list[torch.Tensor]] = [[] for _ in sequences]
-    states = states_of(backend, len(sequences))
+    states = states or states_of(backend, len(sequences))
     for rows in steps:
         logits = backend.forward(batch_of(sequences, rows, tables, block_size, states))
         lengths = [end - start for _, start, end in rows]

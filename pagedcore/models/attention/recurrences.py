@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from pagedcore.errors import ModelNotSupported
+from pagedcore.models.linears.shared_matrices import read_by_others
 from pagedcore_kernels.interface import StateBackend
 from pagedcore_kernels.state_layout import StateLayout, StatePart
 
@@ -239,6 +240,12 @@ def is_known(module: nn.Module) -> bool:
 def known_recurrences(model: nn.Module) -> list[Any]:
     """Return the layers that can be redirected, in the order of their states."""
     return [module for module in model.modules() if is_known(module)]
+
+
+def kept_layers(model: nn.Module) -> frozenset[nn.Module]:
+    """Return the linear layers whose weight another module reads, but for those of recurrent layers, which are called.
+    """
+    return read_by_others(model) - {child for module in known_recurrences(model) for child in module.children()}
 
 
 def redirect(model: nn.Module, current: Callable[[], Any]) -> None:

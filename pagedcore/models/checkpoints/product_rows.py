@@ -15,11 +15,11 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from pagedcore.models.attention.recurrences import kept_layers
 from pagedcore.models.checkpoints.stored_experts import expert_parts
 from pagedcore.models.families.table import FAMILIES, Family
 from pagedcore.models.linears.packed_experts import apply_gate, matrices_of_experts
 from pagedcore.models.linears.packed_linear import matrix_of
-from pagedcore.models.linears.shared_matrices import read_by_others
 from pagedcore.models.linears.stored_weight import numbers_of
 
 NUM_ROWS: Final = 32
@@ -71,7 +71,7 @@ def find_products(model: Any, read: Read, seen: Seen) -> Iterator[Product]:
         read: returns its weights, when rows are made.
         seen: rows [n, in] that modules were given, by ``Product.reads``; where there are none they are made up.
     """
-    kept = read_by_others(model)
+    kept = kept_layers(model)
     sizes = {name: int(matrix.shape[1]) for name, module in model.named_modules()
              if module not in kept and (matrix := matrix_of(module)) is not None}
     family = FAMILIES.get(str(model.config.model_type))

@@ -19,6 +19,7 @@ from torch import nn
 
 from pagedcore.config.schemes import SCHEMES
 from pagedcore.errors import ModelNotSupported
+from pagedcore.models.attention.recurrences import kept_layers
 from pagedcore.models.checkpoints.awq import AWQ
 from pagedcore.models.checkpoints.bitsandbytes import BitsAndBytes
 from pagedcore.models.checkpoints.compressed_tensors import CompressedTensors
@@ -39,7 +40,6 @@ from pagedcore.models.families.table import module_name
 from pagedcore.models.linears.int8_embedding import FIELD, restore_embedding
 from pagedcore.models.linears.packed_linear import can_pack
 from pagedcore.models.linears.schemes import fits
-from pagedcore.models.linears.shared_matrices import read_by_others
 from pagedcore.models.linears.stored_weight import StoredWeight, refusal
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def replace_weights(model: nn.Module, files: TensorFiles | GGUF, stored: StoredF
 
     if isinstance(stored, GGUF):
         stored.require_names(model.state_dict())
-    kept = read_by_others(model)
+    kept = kept_layers(model)
     if isinstance(stored, Mxfp4) and isinstance(files, TensorFiles):
         num_replaced = stored.replace_experts(model, files, dtype)
     elif isinstance(stored, GGUF) and stored.alternates_experts:

@@ -23,15 +23,23 @@ from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from support.families import VOCAB, tiny_model
 from support.gguf_files import write_model
 from support.lora_directories import linear_sizes, merged, random_matrices, write_adapter
-from support.ragged_schedules import batch_of, random_schedule, random_sequences, random_tables, run_schedule
+from support.ragged_schedules import (
+    batch_of,
+    random_schedule,
+    random_sequences,
+    random_tables,
+    run_schedule,
+    states_of,
+)
 from support.scores import engine_of
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_RANK = 4, 200, 12
 LENGTHS, SLOTS = [19, 13, 22, 9, 11, 15], [0, 1, 2, 3, 1, 0]
 #: Fused and recorded, with norms of heads, fused names, multipliers; with experts; by transformers' own modules, whose
-#: layers may be convolutions.
-QUICK = ["qwen2", "gpt2", "qwen3_moe", "lfm2"]
-SLOW = ["llama", "phi3", "gemma3_text", "granite", "gpt_neox", "deepseek_v3", "lfm2_moe", "lfm3"]
+#: layers may be convolutions, or recurrent.
+QUICK = ["qwen2", "gpt2", "qwen3_moe", "lfm2", "qwen3_5_text"]
+SLOW = ["mamba", "granitemoehybrid", "kimi_linear", "minimax",
+        "llama", "phi3", "gemma3_text", "granite", "gpt_neox", "deepseek_v3", "lfm2_moe", "lfm3"]
 FAMILIES = [*QUICK, *[pytest.param(one, marks=pytest.mark.slow) for one in SLOW]]
 
 
@@ -78,12 +86,14 @@ class Adapted:
     def whole(self, number: int) -> torch.Tensor:
         """Return the logits of one sequence, alone and at once."""
         rows = [(number, 0, LENGTHS[number])]
-        return self.forward(batch_of(self.sequences, rows, self.tables, BLOCK_SIZE))
+        states = states_of(self.backend, len(LENGTHS))
+        return self.forward(batch_of(self.sequences, rows, self.tables, BLOCK_SIZE, states))
 
     def in_company(self, seed: int = 3) -> list[torch.Tensor]:
         """Return the logits of all sequences, computed in chunks and in company."""
         steps = random_schedule(random.Random(seed), LENGTHS)
-        return run_schedule(self, self.sequences, steps, self.tables, BLOCK_SIZE)
+        states = states_of(self.backend, len(LENGTHS))
+        return run_schedule(self, self.sequences, steps, self.tables, BLOCK_SIZE, states)
 
     @torch.inference_mode()
     def expected(self, number: int) -> torch.Tensor:
@@ -118,7 +128,8 @@ def test_rows_are_computed_with_their_own_adapters(family: str, tmp_path: Path) 
     bare = adapted.without()
     for number in (0, 5):
         rows = [(number, 0, LENGTHS[number])]
-        assert torch.equal(bare.forward(batch_of(adapted.sequences, rows, adapted.tables, BLOCK_SIZE)), found[number])
+        batch = batch_of(adapted.sequences, rows, adapted.tables, BLOCK_SIZE, states_of(bare, len(LENGTHS)))
+        assert torch.equal(bare.forward(batch), found[number])
 
 
 def with_weights_of(adapted: Adapted) -> None:
