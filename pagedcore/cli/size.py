@@ -52,10 +52,12 @@ class SizeReport:
     """What an engine allocates: whole blocks, padding included."""
     int8_kv_bytes: int | None
     """The same with ``kv_cache_dtype="int8"``; ``None`` for a model that cannot have it."""
-    state_bytes: int
+    bytes_per_state: int
     """What recurrent layers keep of a sequence, at one position and whatever its length; 0 if there are none."""
     num_states: int
     """What an engine allocates: a sequence that runs has some, one of which is written while another is read."""
+    state_bytes: int
+    """All of them."""
     adapter_bytes: int
     """As ``adapter_memory`` keeps them for adapters."""
     memory: int
@@ -74,12 +76,7 @@ class SizeReport:
     @property
     def total_bytes(self) -> int:
         """Weights, KV, states and adapters together."""
-        return self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.states_bytes + self.adapter_bytes
-
-    @property
-    def states_bytes(self) -> int:
-        """All states."""
-        return self.num_states * self.state_bytes
+        return self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.state_bytes + self.adapter_bytes
 
     @property
     def pair_bytes(self) -> int:
@@ -175,21 +172,18 @@ def size_model(
     config = EngineConfig(dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
                           max_model_len=context, max_num_seqs=sequences,
                           max_num_batched_tokens=max(sequences, defaults.max_num_batched_tokens))
-    free_bytes = free_memory_bytes()
-    given = parse_memory(memory, free_bytes=free_bytes, what="memory")
+    given = parse_memory(memory, free_bytes=(free_bytes := free_memory_bytes()), what="memory")
     adapter_bytes = parse_memory(adapter_memory, free_bytes=free_bytes, what="adapter_memory") or 0
     plan = plan_backend(model, config, load := create_plugin_manager().registry.attention.load)
     draft_weights, draft_block = _sizes_of_draft_model(speculative_model, config, plan.layout.block_size, load)
     layout, layers, most = plan.layout, Counter(plan.layout.layers), free_bytes if given is None else given
-    length = context_length(plan.max_model_len, config)
-    in_int8 = _in_int8(layout)
+    length, in_int8 = context_length(plan.max_model_len, config), _in_int8(layout)
     of_token = _bytes_per_token(layout, is_int8=layout == in_int8)
     num_blocks = sequences * (blocks_per_sequence := -(-length // layout.block_size))
     pair_bytes, of_states = layout.block_bytes + draft_block, STATES_PER_ROW * plan.state_bytes
+    of_sequence = blocks_per_sequence * pair_bytes + of_states
     room = max(0, most - plan.weight_bytes - draft_weights - adapter_bytes)
-    left = room - sequences * of_states
-    # Why the second: blocks of a model without attention are names.
-    num_blocks_that_fit = max(0, left) // pair_bytes if pair_bytes else num_blocks * (left >= 0)
+    num_blocks_that_fit = _fitting_blocks(room - sequences * of_states, pair_bytes, num_blocks)
     return SizeReport(
         model=model_name(model), dtype=str(layout.model_dtype).removeprefix("torch."),
         kv_cache_dtype=kv_cache_dtype, quantization=quantization, max_model_len=plan.max_model_len,
@@ -199,12 +193,19 @@ def size_model(
         bytes_per_token=of_token, padding_bytes=layout.block_bytes - layout.block_size * of_token,
         blocks_per_sequence=blocks_per_sequence, num_blocks=num_blocks, kv_bytes=num_blocks * pair_bytes,
         int8_kv_bytes=None if in_int8 is None else num_blocks * (in_int8.block_bytes + draft_block),
-        state_bytes=plan.state_bytes, num_states=STATES_PER_ROW * sequences if plan.state_bytes else 0,
-        adapter_bytes=adapter_bytes, memory=most, num_blocks_that_fit=num_blocks_that_fit,
-        num_sequences_that_fit=room // (blocks_per_sequence * pair_bytes + of_states),
+        bytes_per_state=plan.state_bytes, num_states=STATES_PER_ROW * sequences if plan.state_bytes else 0,
+        state_bytes=sequences * of_states, adapter_bytes=adapter_bytes, memory=most,
+        num_blocks_that_fit=num_blocks_that_fit, num_sequences_that_fit=room // of_sequence,
         context_that_fits=min(length, num_blocks_that_fit // sequences * layout.block_size),
         speculative_model=speculative_model, draft_weight_bytes=draft_weights, draft_block_bytes=draft_block,
     )
+
+
+def _fitting_blocks(left: int, pair_bytes: int, num_blocks: int) -> int:
+    """Return the blocks that memory has room for which states leave; all wanted ones of a model without attention."""
+    if not pair_bytes:
+        return num_blocks if left >= 0 else 0
+    return max(0, left) // pair_bytes
 
 
 def _in_int8(layout: BlockLayout) -> BlockLayout | None:
@@ -295,8 +296,8 @@ def _table(report: SizeReport, source: str) -> Table:
          f"{format_memory(report.kv_bytes)}: what an engine allocates"),
         ("without padding", report.concurrency * report.context * report.bytes_per_token,
          f"{report.concurrency:,} x {tokens}, as the formula counts"),
-        *([("a state", report.state_bytes, "of recurrent layers, at any length"),
-           ("all states", report.states_bytes, f"{report.num_states:,} for {report.concurrency:,} sequences")]
+        *([("a state", report.bytes_per_state, "of recurrent layers, at any length"),
+           ("all states", report.state_bytes, f"{report.num_states:,} for {report.concurrency:,} sequences")]
           if report.state_bytes else []),
         ("weights, about", report.weight_bytes,
          f"{report.num_parameters:,} parameters, {format_memory(report.weight_bytes)}"),

@@ -91,6 +91,24 @@ def test_padding_and_uneven_layers_are_in_the_sum(name: str, kv_cache_dtype: str
         assert len(report.layers) == 2
 
 
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba"])
+def test_states_are_in_the_sum(family: str, tmp_path: Path) -> None:
+    """An engine has as many as were told; a model without attention has states alone, and what is missing is told."""
+    path = save(tmp_path, family)
+    given: dict[str, Any] = {"context": 40, "concurrency": 3, "dtype": "float32"}
+    report = size_model(path, **given)
+    with Engine.from_pretrained(path, **report.settings) as engine:
+        stats = engine.stats()
+    assert (stats.kv_bytes, stats.num_states, stats.state_bytes) == (report.kv_bytes, report.num_states,
+                                                                     report.state_bytes)
+    assert report.total_bytes == report.weight_bytes + report.kv_bytes + report.num_states * report.bytes_per_state
+    assert (report.kv_bytes == 0) == (family == "mamba")
+    enough = size_model(path, **given, memory=report.total_bytes)
+    short = size_model(path, **given, memory=report.total_bytes - 1)
+    assert (enough.fits, enough.num_sequences_that_fit) == (True, 3)
+    assert (short.fits, short.num_sequences_that_fit) == (False, 2)
+
+
 @pytest.mark.parametrize("memory", ["5MiB", "6MiB", "9MiB"])
 def test_the_blocks_that_fit_are_those_of_a_pool_of_that_size(memory: str) -> None:
     """The room beside the weights, given to an engine, makes as many blocks as were reported."""

@@ -265,8 +265,9 @@ def own_recurrences(model: nn.Module) -> Iterator[None]:
     try:
         for module in known:
             functions = inspect.unwrap(type(module).forward).__globals__
+            # Why unwrapped: packages for GPUs take the place of these functions where they are installed.
             module.forward = _forward_of(module, {
-                name: partial(_in_float32, functions[name]) for name in _REPLACED[type(module).__name__]
+                name: partial(_in_float32, inspect.unwrap(functions[name])) for name in _REPLACED[type(module).__name__]
             })  # fmt: skip
         yield
     finally:
