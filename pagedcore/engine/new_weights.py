@@ -45,7 +45,7 @@ class WeightsHolder:
         self._first_form, self._first_identity = components.kv_format, components.identity
         self.format = components.kv_format
         """As ``kv_format`` of the weights that there are now, by what they are alone, however they came."""
-        self._lock, self._owner = threading.Lock(), ""
+        self._lock, self._owner, self._process_id = threading.Lock(), "", os.getpid()
 
     def identity(self, kv_format: str, version: WeightsVersion) -> str:
         """Return what ``Engine.identity`` is with other weights."""
@@ -54,6 +54,9 @@ class WeightsHolder:
 
     def claim(self) -> None:
         """Let no other load begin until ``release``. Raises ``EngineInUse`` if one has."""
+        if os.getpid() != self._process_id:
+            # Why: a fork has none of the threads that load in its parent.
+            self._lock, self._process_id = threading.Lock(), os.getpid()
         if not self._lock.acquire(blocking=False):
             raise EngineInUse(self._owner, threading.current_thread().name)
         self._owner = threading.current_thread().name

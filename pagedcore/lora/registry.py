@@ -67,6 +67,7 @@ class AdapterRegistry:
     _numbers: Iterator[int] = field(default_factory=lambda: count(1), init=False)
     _reads: threading.BoundedSemaphore = field(
         default_factory=lambda: threading.BoundedSemaphore(MAX_LOADING_ADAPTERS), init=False)
+    _process_id: int = field(default_factory=os.getpid, init=False)
 
     def find(self, name: str | None) -> LoadedAdapter | None:
         """Return what a request's ``lora`` stands for now. Raises ``UnknownAdapter``."""
@@ -130,12 +131,16 @@ class AdapterRegistry:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        if not self._reads.acquire(blocking=False):
+        if os.getpid() != self._process_id:
+            # Why: a fork has none of the threads that read in its parent, and they would never end here.
+            self._process_id, self._reads = os.getpid(), threading.BoundedSemaphore(MAX_LOADING_ADAPTERS)
+        reads = self._reads
+        if not reads.acquire(blocking=False):
             raise AdaptersBusy(f"{MAX_LOADING_ADAPTERS} are being read, which is the limit. Retry later")
         try:
             yield
         finally:
-            self._reads.release()
+            reads.release()
 
     def add(self, read: ReadAdapter) -> LoadedAdapter:
         """Let a name stand for an adapter from now on; requests that have another one of that name keep it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,47 @@ def test_one_load_at_a_time_and_one_in_a_context(engine: Engine, weights: Tensor
         pass
     with pytest.raises(ValueError, match="version"):
         engine.new_weights("a b")
+
+
+def test_two_threads_that_swap_at_once_leave_one_version_whole(
+    engine: Engine, oracle: Engine, weights: Tensors
+) -> None:
+    """Of both one loads, or one after the other; who comes meanwhile is told, and answers are of the last version."""
+    for way in WAYS:
+        start, told = threading.Barrier(2), list[str]()
+
+        def swap(version: str, way: Any = way, start: Any = start, told: Any = told) -> None:
+            start.wait()
+            try:
+                load(engine, weights, version, way=way)
+                told.append(version)
+            except EngineInUse:
+                told.append("in use")
+
+        threads = [threading.Thread(target=swap, args=(version,)) for version in ("one", "two")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        loaded = [one for one in told if one != "in use"]
+        assert len(told) == 2
+        assert engine.weights.label == loaded[-1]
+        assert answer(engine, DRAWN) == answer(oracle, DRAWN)
+
+
+def test_a_fork_does_not_wait_for_a_load_of_its_parent(engine: Engine, weights: Tensors, oracle: Engine) -> None:
+    """The child has no thread that would end it, and loads for itself; its parent's goes on."""
+    with engine.new_weights("parent") as new:
+        new.load(weights)
+        if (child := os.fork()) == 0:
+            try:
+                load(engine, weights, "child")
+                os._exit(0 if engine.weights.label == "child" else 1)
+            except BaseException:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert engine.weights.label == "parent"
+    assert answer(engine, DRAWN) == answer(oracle, DRAWN)
 
 
 def test_sessions_name_their_weights(

@@ -316,6 +316,30 @@ def _interrupted(directory: str) -> Any:
     raise KeyboardInterrupt
 
 
+def test_a_fork_does_not_count_what_its_parent_is_loading(places: dict[str, str]) -> None:
+    """Threads that were inside of ``load_adapter`` take no place in the child; in the parent they end as they would."""
+    backend = AdaptedBackend()
+    with engine_with({}, backend, check_invariants=False) as engine:
+        backend.may_read.clear()
+        threads = [threading.Thread(target=engine.adapter_registry.read, args=(name, places[name])) for name in "ab"]
+        for thread in threads:
+            thread.start()
+        while engine.adapter_registry._reads._value:  # type: ignore[attr-defined]
+            pass
+        if (child := os.fork()) == 0:
+            backend.may_read = threading.Event()
+            backend.may_read.set()
+            names = [engine.load_adapter(name, places[name]).name for name in "cab"]
+            os._exit(0 if names == ["c", "a", "b"] else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        with pytest.raises(AdaptersBusy):
+            engine.load_adapter("c", places["c"])
+        backend.may_read.set()
+        for thread in threads:
+            thread.join()
+        assert engine.load_adapter("c", places["c"]).is_in_slot
+
+
 def test_a_fork_reads_what_its_parent_was_reading(places: dict[str, str]) -> None:
     """Its requests do not wait for a thread that it does not have."""
     backend = AdaptedBackend()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +21,12 @@ from architecture.sources import PACKAGE_PARENTS  # noqa: E402
 from docs.pages import ROOT, blocks  # noqa: E402
 from pagedcore import Engine, SamplingParams  # noqa: E402
 from pagedcore.errors import InvalidConfig  # noqa: E402
+from pagedcore_openai import ApiKeys  # noqa: E402
+from support.lora_directories import random_matrices, write_adapter  # noqa: E402
 
 PORT = 8761
+PROMPT = "What is 2 + 3?"
+KEY, ADMIN = "key-of-tenant-one", "key-of-the-operator"
 URL = f"http://127.0.0.1:{PORT}/v1"
 SETTINGS: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 256, "block_size": 16}
 
@@ -124,6 +129,38 @@ def test_settings_are_checked_before_anything_is_deployed() -> None:
     for wrong in ({"num_replicas": 0}, {"num_replicas": 3, "max_replicas": 2}, {"max_imbalance": -1}):
         with pytest.raises(InvalidConfig, match=list(wrong)[-1]):
             llm_app("demo", **wrong)  # type: ignore[arg-type]
+
+
+async def test_replicas_have_the_adapters_of_their_settings(replicas: Any, tmp_path: Path) -> None:
+    """Listed as models, and whoever names one gets the text of a single engine with it; none is loaded later."""
+    from ray import serve
+
+    from pagedcore_ray import llm_app
+
+    sizes = {f"model.layers.{layer}.self_attn.o_proj": (192, 192) for layer in range(4)}
+    place = str(write_adapter(tmp_path, random_matrices(sizes, 4, 1), rank=4))
+    settings = {**SETTINGS, "adapters": {"fr": place}}
+    options = {"api_keys": ApiKeys([KEY], ADMIN), "adapter_roots": [str(tmp_path.parent)]}
+    app = llm_app("demo", num_cpus=0.5, app_options=options, **settings)
+    await asyncio.to_thread(serve.run, app, name="adapted", route_prefix="/adapted")
+    try:
+        with Engine.from_pretrained("demo", **settings) as engine:
+            params = SamplingParams(max_tokens=24, ignore_eos=True)
+            expected = [engine.generate([PROMPT], params, lora=name)[0].outputs[0].text for name in (None, "fr")]
+        url = f"http://127.0.0.1:{PORT}/adapted/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key=ADMIN, max_retries=0) as client:
+            assert [one.id async for one in client.models.list()] == ["demo", "fr"]
+            found = await asyncio.gather(*(
+                client.completions.create(model=name, prompt=PROMPT, max_tokens=24, temperature=0,
+                                          extra_body={"ignore_eos": True}) for name in ("demo", "fr", "demo:fr")))
+            assert [one.choices[0].text for one in found] == [expected[0], expected[1], expected[1]]
+            with pytest.raises(openai.NotFoundError):
+                await client.completions.create(model="demo:de", prompt="x")
+            with pytest.raises(openai.BadRequestError, match="those of the deployment's settings"):
+                await client.post("/load_lora_adapter", cast_to=object,
+                                  body={"lora_name": "de", "lora_path": tmp_path.name})
+    finally:
+        await asyncio.to_thread(serve.delete, "adapted")
 
 
 async def test_a_killed_replica_loses_only_its_streams(replicas: Any) -> None:
