@@ -119,7 +119,7 @@ def test_options_mean_the_same_on_a_gpu(gpus: Machine, caplog: pytest.LogCapture
         assert gpus.counts["pageable copies to the device"] == 0
     assert torch.cuda.current_device() == 0
     # What was found of products is said when the engine is made.
-    assert "2 to 512 rows, powers of two, on this GPU" in caplog.text
+    assert "1 to 512 rows, powers of two, on this GPU" in caplog.text
     assert "the same bits in each company" in caplog.text
     for output, wanted in zip(found, expected, strict=True):
         assert [one.token_ids for one in output.outputs] == [one.token_ids for one in wanted.outputs]

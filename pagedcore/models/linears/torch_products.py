@@ -17,8 +17,8 @@ from pagedcore.models.linears.packed_linear import holders_of_matrices
 TorchProduct = tuple[torch.Tensor, torch.Tensor | None]
 """A weight [out, in] and its bias [out], as ``torch.nn.functional.linear`` takes them."""
 
-_SIZES: Final = tuple(2**power for power in range(1, 10))
-"""Rows that are tried: those that decode steps are padded to."""
+_SIZES: Final = tuple(2**power for power in range(10))
+"""Rows that are tried: those that decode steps are padded to, but for the most rows of an engine."""
 _WIDE: Final = 32768
 _MOST_ROWS_WIDE: Final = 256
 """Wider weights are output layers: they see one row per sequence."""
@@ -55,7 +55,7 @@ def describe_products(model: nn.Module, products: Iterable[TorchProduct], is_rep
 
 
 def _tried(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[list[list[int]], bool]:
-    """Return the numbers of rows in groups that give the first two rows the same bits, and whether the place of a row
+    """Return the numbers of rows in groups that give the first row the same bits, and whether the place of a row
     made no difference.
     """
     num_outputs, num_inputs = weight.shape
@@ -67,9 +67,9 @@ def _tried(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[list[list[i
         found = nn.functional.linear(rows[:size], weight, bias)
         turned = nn.functional.linear(rows[:size].roll(1, 0), weight, bias)
         is_placed = is_placed and torch.equal(turned, found.roll(1, 0))
-        same = next((one for first, one in groups if torch.equal(first, found[:2])), None)
+        same = next((one for first, one in groups if torch.equal(first, found[:1])), None)
         if same is None:
-            groups.append((found[:2].clone(), [size]))
+            groups.append((found[:1].clone(), [size]))
         else:
             same.append(size)
     return [one for _, one in groups], is_placed
