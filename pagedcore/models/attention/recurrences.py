@@ -127,9 +127,9 @@ class _Layer:
             weight = weight.detach().T.float().contiguous()
             self._filter = weight, weight.new_zeros(weight.shape[1]) if bias is None else bias.detach().float()
         out = self._states.convolve(
-            self._number, _CONVOLUTION, _known(rows[0].T), *self._filter, _SMOOTH[activation]
+            self._number, _CONVOLUTION, rows[0].T, *self._filter, _SMOOTH[activation]
         )
-        return out.to(rows.dtype).T[None]
+        return out.T[None]
 
     def delta_rule(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
@@ -137,11 +137,11 @@ class _Layer:
     ) -> tuple[torch.Tensor, None]:  # fmt: skip
         """Do what ``torch_chunk_gated_delta_rule`` and ``chunk_kimi_delta_attention`` do; heads lie behind tokens."""
         out = self._states.delta_rule(
-            self._number, _RECURRENCE, _known(query[0]), _known(key[0]), _known(value[0]),
+            self._number, _RECURRENCE, query[0], key[0], value[0],
             g[0].float().contiguous(), beta[0].float().contiguous(), scale=key.shape[-1] ** -0.5,
             normalizes=use_qk_l2norm_in_kernel,
         )  # fmt: skip
-        return out.to(value.dtype)[None], None
+        return out[None], None
 
     def mamba2(
         self, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *,
@@ -150,9 +150,9 @@ class _Layer:
         """Do what ``mamba2_chunk_scan`` does with x [1, T, H, P], and time steps in float32."""
         steps = nn.functional.softplus(dt[0].float() + dt_bias.float()).clamp(*dt_limit)
         out = self._states.mamba2(
-            self._number, _RECURRENCE, _known(x[0]), steps.contiguous(), A, _known(B[0]), _known(C[0]), D.float()
+            self._number, _RECURRENCE, x[0], steps.contiguous(), A, B[0], C[0], D.float()
         )
-        return out.to(x.dtype)[None]
+        return out[None]
 
     def mamba1(
         self, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, C: torch.Tensor, *,
@@ -161,20 +161,20 @@ class _Layer:
         """Do what ``mamba_selective_scan`` does with x [1, C, T], and time steps in float32 that have their bias."""
         steps = nn.functional.softplus(dt[0].T.float()).contiguous()
         out = self._states.mamba1(
-            self._number, _RECURRENCE, _known(x[0].T), steps, A.T.contiguous(), _known(B[0].T), _known(C[0].T), D
+            self._number, _RECURRENCE, x[0].T, steps, A.T.contiguous(), B[0].T, C[0].T, D
         )
-        gated = out.to(x.dtype) * nn.functional.silu(z[0].T)
+        gated = out * nn.functional.silu(z[0].T)
         return gated.T[None]
 
     def lightning(self, module: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, None]:
         """Do what ``forward`` of MiniMax's ``module`` does, which has its loop over tokens inside."""
         heads = module.act_fn(module.qkv_proj(hidden_states))[0].unflatten(-1, (module.num_attention_heads, -1))
-        query, key, value = (_known(one.contiguous()) for one in heads.chunk(3, dim=-1))
+        query, key, value = (one.contiguous() for one in heads.chunk(3, dim=-1))
         # Why the first part: there is no convolution.
         out = self._states.decaying_attention(
             self._number, 0, query, key, value, module.slope_rate.flatten().float()
         )
-        attended = module.norm(out.to(hidden_states.dtype).flatten(1)[None])
+        attended = module.norm(out.flatten(1)[None])
         return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * attended), None
 
 
@@ -294,8 +294,3 @@ def _forward_of(module: Any, functions: _Functions) -> Callable[..., Any]:
     copied = FunctionType(own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__)
     copied.__kwdefaults__ = own.__kwdefaults__
     return partial(copied, _WithTimeProjection(module) if _REPLACED[type(module).__name__] is _MAMBA_1 else module)
-
-
-def _known(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows in a number format that kernels have."""
-    return rows.float() if rows.dtype == torch.float16 else rows

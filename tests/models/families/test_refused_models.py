@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.attention.layers import AttentionCall, RecordingStep, layers_of
 from pagedcore.models.decoders.plain import ModuleDecoder
 from pagedcore.models.families import supported_models
+from pagedcore.models.state_pool import StatePool
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.reference import ReferenceAttention
 from support.families import tiny_model
@@ -142,6 +145,19 @@ def _without(argument: str) -> Callable[..., torch.Tensor]:
 def test_the_self_test_finds_a_lost_argument(monkeypatch: pytest.MonkeyPatch, family: str, argument: str) -> None:
     """Twelve tokens are enough to see that a window, cap, sink, scale or chunk does not reach the backend."""
     monkeypatch.setattr(ReferenceAttention, "attend", _without(argument))
+    with pytest.raises(ModelNotSupported, match="self-test failed"):
+        take_over(tiny_model(family))
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "mamba2"])
+def test_the_self_test_finds_a_lost_state(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    """A row that begins from nothing, where it should from the state before it, is not what the model computes."""
+    planned = StatePool.planned
+
+    def forgetful(self: StatePool, batch: Any) -> Any:
+        return planned(self, dataclasses.replace(batch, state_reads=np.full_like(batch.state_reads, -1)))
+
+    monkeypatch.setattr(StatePool, "planned", forgetful)
     with pytest.raises(ModelNotSupported, match="self-test failed"):
         take_over(tiny_model(family))
 
