@@ -141,7 +141,7 @@ def test_a_gpu_is_refused_before_it_is_asked_for() -> None:
         on_gpu(tiny_model("qwen3_5_text"))
 
 
-LIVES = ("mamba", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_5_text", "granitemoehybrid", "jamba")))
+LIVES = ("mamba", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_5_text", "bamba", "jamba")))
 ROOM: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_memory": "4MiB", "dtype": "float32"}
 
 
