@@ -128,7 +128,7 @@ def find_smoothing(
         on_progress: called with the number of prompts that are done, and of all.
 
     Raises:
-        ModelNotSupported: it is no model of the fused decoder, or some of its layers convolve.
+        ModelNotSupported: it is no model of the fused decoder, or some of its layers do not attend.
         InvalidConfig: its weights cannot be loaded, or its activations or weights are not finite.
     """
     config = load_config(source)
@@ -145,8 +145,8 @@ def _family_of(tree: Any) -> tuple[Family, AttentionLayer]:
         layers, *_ = redirect_attention(tree)
     try:
         family = recognise(tree, layers).family
-        if family.convolution:
-            raise NotFused("some of its layers convolve")
+        if not family.always_attends:
+            raise NotFused("some of its layers do not attend")
     except NotFused as why:
         raise ModelNotSupported(
             f"calibration: only models of the fused decoder that attend in every layer are smoothed, and this is none: "

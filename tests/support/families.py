@@ -151,7 +151,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3": {**_HEAD, **_QWEN_WINDOW},
     "qwen3_5_moe_text": {**_HEAD, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32},
-    "qwen3_5_text": {**_HEAD, **_DELTA},
+    # Why half of a head: a quarter of so small a one is less than the fused kernels turn.
+    "qwen3_5_text": {**_HEAD, **_DELTA, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "qwen3_moe": {**_HEAD, **_EXPERTS},
     "qwen3_next": {
         **_HEAD, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1],

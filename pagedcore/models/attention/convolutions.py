@@ -68,9 +68,8 @@ def own_convolutions(model: nn.Module) -> Iterator[None]:
             module.forward = forward
 
 
-def weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the convolution of a layer as float32 [taps, C], oldest tap first, and float32 [C]."""
-    convolution = module.conv
+def weight_and_bias(convolution: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a convolution of single channels as float32 [taps, C], oldest tap first, and float32 [C]."""
     weight = convolution.weight.detach().squeeze(1).T.float().contiguous()
     bias = weight.new_zeros(weight.shape[1]) if convolution.bias is None else convolution.bias.detach().float()
     return weight, bias

@@ -120,7 +120,7 @@ def layers_of(calls: list[AttentionCall | ConvolutionCall], config: Any) -> dict
             index = index_of_key.setdefault((-1, call.module.layer_idx), len(index_of_key))
             layers[call.module.layer_idx] = AttentionLayer(
                 index, owns_kv=True, num_heads=1, num_kv_heads=1, key_head_size=0, value_head_size=call.num_channels,
-                scale=0.0, convolution=weight_and_bias(call.module),
+                scale=0.0, convolution=weight_and_bias(call.module.conv),
             )
             continue
         _refuse_what_is_not_causal_attention(call)

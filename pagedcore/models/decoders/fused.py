@@ -20,9 +20,11 @@ from torch import nn
 
 from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.attention.recurrences import known_recurrences
 from pagedcore.models.decoders.fused_layers import (
     FusedAttention,
     FusedConvolution,
+    FusedDeltaRule,
     FusedLayer,
     FusedPart,
     Mixer,
@@ -84,8 +86,12 @@ class FusedDecoder(Decoder):
         gate = GatedActivation(known.activation, model.dtype)
         self._angles = tuple(set(angles))
 
+        recurrent = {id(module): number for number, module in enumerate(known_recurrences(model))}
+
         def mixer(number: int, layer: Any) -> Mixer:
-            place = layers[number]
+            if (place := layers.get(number)) is None:
+                module = layer.get_submodule(family.delta_rule)
+                return FusedDeltaRule(module, recurrent[id(module)], fused)
             if place.convolution is not None:
                 return FusedConvolution(layer.get_submodule(family.convolution), place, fused)
             return FusedAttention(layer.self_attn, place, family, angles[number], fused)
@@ -214,12 +220,12 @@ class FusedDecoder(Decoder):
         are_apart = work.destination is not None and work.destination.are_apart
         shape = StepShape(len(work.residual), are_apart)
         part = "all rows" if work.adapters is None else "all rows, with adapters"
-        steps.run(part, step.attention, self._tables, shape, compute_all)
+        steps.run(part, step.attention, self._relied_on(step), shape, compute_all)
 
-    @property
-    def _tables(self) -> tuple[int, ...]:
-        """Where the angles are."""
-        return tuple(angles.table.data_ptr() for angles in self._angles)
+    def _relied_on(self, step: PagedStep) -> tuple[int, ...]:
+        """Return where the angles are, and which states the step has."""
+        # Why by its identity: a recording keeps what its calls ask, so that no other one has it meanwhile.
+        return *(angles.table.data_ptr() for angles in self._angles), id(step.states)
 
     def _repeat(
         self, steps: RecordedSteps, step: PagedStep, work: StepRows, rows: torch.Tensor, barred: Int64Array | None
@@ -241,7 +247,7 @@ class FusedDecoder(Decoder):
             return compute_wanted()
         part = "logits of wanted rows" if barred is None else "candidates of wanted rows"
         part = part if kept.adapters is None else f"{part}, with adapters"
-        steps.run(part, step.attention, self._tables, StepShape(len(rows)), compute_wanted)
+        steps.run(part, step.attention, self._relied_on(step), StepShape(len(rows)), compute_wanted)
         return self._output.computed(kept, not_these)
 
     def _begin(

@@ -1,7 +1,8 @@
 """One layer of the fused decoder: what mixes the tokens of a sequence, and what follows it.
 
-Owns the fused weights of a layer and the order of its operations. A layer mixes by attention or by a short convolution;
-both take normed rows and return what the layer's output product is given. ``fused.py`` runs the layers.
+Owns the fused weights of a layer and the order of its operations. A layer mixes by attention, by a short convolution or
+by a gated delta rule; all take normed rows and return what the layer's output product is given. ``fused.py`` runs the
+layers.
 
 Invariant: every kernel works row by row and every product has two rows or more, so a row's bits do not depend on the
 batch.
@@ -15,9 +16,10 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from pagedcore.models.attention.convolutions import weight_and_bias
 from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.attention.layers import AttentionLayer
-from pagedcore.models.decoders.fused_match import has_experts
+from pagedcore.models.decoders.fused_match import DELTA_INPUTS, has_experts
 from pagedcore.models.decoders.rotary_angles import RotaryAngles
 from pagedcore.models.decoders.step_rows import StepRows
 from pagedcore.models.families.table import Family
@@ -26,6 +28,7 @@ from pagedcore.models.linears.stored_weight import tensors_of
 from pagedcore.models.lora.slots import present_adapters
 from pagedcore.protocols import LinearFactory, RecordableMatmul
 from pagedcore_kernels.cpu.layers.elementwise import GatedActivation, RmsNorm, RotaryEmbedding
+from pagedcore_kernels.cpu.layers.gates import DeltaGates, GatedNorm, HeadGate
 
 Fuse = Callable[[nn.Module, tuple[str, ...]], PackedLinear]
 """``fuse`` for one model: of a parent and names of its linear layers."""
@@ -79,7 +82,9 @@ class FusedAttention(Mixer):
         """Fuse the projections of a module ``attention``, whose positions turn by ``angles``."""
         output = family.name_of("o_proj")
         self.place, self.angles = place, angles
-        self.rotary = _rotary(attention, place, family, angles, attention.get_submodule(output).weight.dtype)
+        dtype = attention.get_submodule(output).weight.dtype
+        self.rotary = _rotary(attention, place, family, angles, dtype)
+        self.gate = HeadGate(dtype) if family.has_gates else None
         self.qkv, self.output = fuse(attention, family.qkv), fuse(attention, (output,))
         self.products = self.qkv, self.output
 
@@ -88,11 +93,15 @@ class FusedAttention(Mixer):
         place = self.place
         qkv = rows.multiply("qkv", self.qkv, normed)
         self.rotary(qkv, rows.positions, self.angles.table, rows.destination, place.index)
-        heads = qkv.view(len(qkv), -1, place.key_head_size)
+        heads, num_others = qkv.view(len(qkv), -1, place.key_head_size), 2 * place.num_kv_heads
+        queries, others = heads[:, :-num_others], heads[:, -num_others:]
         if rows.destination is None:
-            keys, values = heads[:, place.num_heads :].chunk(2, dim=1)
-            step.attention.write_kv(place.index, keys, values)
-        return rows.attend(step, place, heads[:, : place.num_heads])
+            step.attention.write_kv(place.index, *others.chunk(2, dim=1))
+        if self.gate is None:
+            return rows.attend(step, place, queries)
+        attended = rows.attend(step, place, queries[:, ::2])
+        self.gate(attended.view(len(qkv), place.num_heads, -1), queries[:, 1::2])
+        return attended
 
 
 class FusedConvolution(Mixer):
@@ -107,6 +116,49 @@ class FusedConvolution(Mixer):
     def __call__(self, step: PagedStep, rows: StepRows, normed: torch.Tensor) -> torch.Tensor:
         """Convolve; see ``Mixer``. Returns [T, C]."""
         return rows.convolve(step, self.place, rows.multiply("gates", self.gates, normed))
+
+
+class FusedDeltaRule(Mixer):
+    """A gated delta rule over the convolved projections of a row; states are those of the step."""
+
+    def __init__(self, module: Any, number: int, fuse: Fuse) -> None:
+        """Fuse the projections of a module, whose states are those of the recurrent layer ``number``."""
+        dtype, self._number = module.out_proj.weight.dtype, number
+        self.place = AttentionLayer(
+            index=-1, owns_kv=False, num_heads=module.num_v_heads, num_kv_heads=module.num_k_heads,
+            key_head_size=module.head_k_dim, value_head_size=module.head_v_dim, scale=module.head_k_dim**-0.5,
+        )
+        self._sizes = module.conv_dim, module.value_dim
+        self._mixed_sizes = module.key_dim, module.key_dim, module.value_dim
+        self._filter = weight_and_bias(module.conv1d)
+        self._gates = DeltaGates(module.A_log, module.dt_bias, dtype)
+        self._norm = GatedNorm(module.norm.weight, norm_epsilon(module.norm), dtype)
+        # Why two: an adapter updates three parts of a product at most.
+        self.inputs, self.rates = (fuse(module, names) for names in DELTA_INPUTS)
+        self.output = fuse(module, ("out_proj",))
+        self.products = self.inputs, self.rates, self.output
+
+    def __call__(self, step: PagedStep, rows: StepRows, normed: torch.Tensor) -> torch.Tensor:
+        """Advance the states; see ``Mixer``. Returns [T, H * Dv]."""
+        place, count = self.place, len(normed)
+        states: Any = step.states
+        product: Any = rows.multiply("inputs", self.inputs, normed)
+        given, gate = product.split(self._sizes, dim=1)
+        b, a = rows.multiply("rates", self.rates, normed).chunk(2, dim=1)
+        convolved: Any = rows.room("convolved", self._sizes[0])
+        states.convolve_to(convolved, self._number, 0, given, *self._filter, "silu")
+        log_decay, beta = (rows.room(name, place.num_heads, torch.float32) for name in ("log decay", "beta"))
+        self._gates(a, b, log_decay, beta)
+        query, key, value = convolved.split(self._mixed_sizes, dim=1)
+        query, key = (one.unflatten(1, (place.num_kv_heads, -1)) for one in (query, key))
+        out = rows.attended(place)
+        heads = out.view(count, place.num_heads, -1)
+        states.delta_rule_to(
+            heads, self._number, 1, query, key, value.unflatten(1, (place.num_heads, -1)), log_decay, beta,
+            scale=place.scale, normalizes=True,
+        )  # fmt: skip
+        self._norm(heads, gate.unflatten(1, (place.num_heads, -1)), heads)
+        return out
 
 
 class FusedLayer:
@@ -205,9 +257,10 @@ def _rotary(
 ) -> RotaryEmbedding:
     shape, turn = (place.num_heads, place.num_kv_heads, place.key_head_size, dtype), (angles.size, angles.is_rounded)
     if not family.has_head_norms:
-        return RotaryEmbedding(*shape, rotary_size=turn[0], rounds=turn[1])
+        return RotaryEmbedding(*shape, rotary_size=turn[0], rounds=turn[1], has_gates=family.has_gates)
     norms = [attention.get_submodule(family.name_of(name)) for name in ("q_norm", "k_norm")]
     weights = norm_weight(norms[0], family), norm_weight(norms[1], family)
     return RotaryEmbedding(
-        *shape, norms=weights, epsilon=norm_epsilon(norms[0]), rotary_size=turn[0], rounds=turn[1]
+        *shape, norms=weights, epsilon=norm_epsilon(norms[0]), rotary_size=turn[0], rounds=turn[1],
+        has_gates=family.has_gates,
     )

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from pagedcore.models.attention.convolutions import is_redirected
+from pagedcore.models.attention import convolutions, recurrences
 from pagedcore.models.attention.layers import AttentionLayer
 from pagedcore.models.families import llama_modules
 from pagedcore.models.families.table import FAMILIES, Family
@@ -36,6 +36,12 @@ _EXPERTS: Final[Mapping[str, str | type[nn.Module]]] = {
 }
 _CONVOLUTION: Final[Mapping[str, str | type[nn.Module]]] = {
     ".conv": "ShortConv", ".conv.conv": nn.Conv1d, ".conv.in_proj": nn.Linear, ".conv.out_proj": nn.Linear,
+}
+DELTA_INPUTS: Final = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
+"""Linear layers of a gated delta rule that become one product each: what is mixed, and rates."""
+_DELTA_RULE: Final[Mapping[str, str | type[nn.Module]]] = {
+    "": "GatedDeltaNet", ".conv1d": nn.Conv1d, ".norm": "RMSNormGated", ".out_proj": nn.Linear,
+    **{f".{name}": nn.Linear for names in DELTA_INPUTS for name in names},
 }
 _ACTIVATIONS: Final = {
     "silu": ("silu", ("SiLUActivation", "SiLU")),
@@ -99,7 +105,7 @@ def recognise_tree(model: Any, layers: Mapping[int, AttentionLayer]) -> Recognis
     if family is None:
         raise NotFused(f"the fused kernels know {', '.join(FAMILIES)}")
     require(_has_known_modules(model, family), "its modules are not those of its architecture")
-    require(_has_known_layers(model, layers), "its layers do not all attend alike, each to keys and values of its own")
+    require(_has_known_layers(model, layers, family), "its layers do not attend alike, each to K and V of its own")
     require(fields.get("clip_qkv") is None, "clip_qkv bounds its queries, keys and values")
     name = str(fields.get("hidden_activation") or fields.get("hidden_act") or "silu")
     activation, class_names = _ACTIVATIONS.get(name, ("", ()))
@@ -125,7 +131,9 @@ def require(is_known: object, reason: str) -> None:
 def _joined(model: Any, family: Family) -> list[list[Any]]:
     """Return the weights that become one product each."""
     layers, mlp = model.model.layers, family.name_of("mlp")
-    parents = [(layer.self_attn, family.qkv) for layer in layers if "self_attn" in dict(layer.named_children())]
+    mixers = [("self_attn", family.qkv), *((family.delta_rule, names) for names in DELTA_INPUTS if family.delta_rule)]
+    parents = [(layer.get_submodule(name), names) for layer in layers for name, names in mixers
+               if name in dict(layer.named_children())]  # fmt: skip
     parents += [(layer.get_submodule(mlp), family.gate_up) for layer in layers if not has_experts(layer, family)]
     return [[getattr(parent, name).weight for name in names] for parent, names in parents]
 
@@ -153,10 +161,13 @@ def _has_known_modules(model: Any, family: Family) -> bool:
     for number in range(model.config.num_hidden_layers):
         place = f"model.layers.{number}"
         is_sparse = family.has_experts and f'{place}.{family.name_of("mlp")}.experts' in modules
-        convolves = bool(family.convolution) and f"{place}.{family.convolution}" in modules
+        mixer = _attention(family)
+        if family.convolution and f"{place}.{family.convolution}" in modules:
+            mixer = dict(_CONVOLUTION)
+        elif family.delta_rule and f"{place}.{family.delta_rule}" in modules:
+            mixer = {f".{family.delta_rule}{path}": kind for path, kind in _DELTA_RULE.items()}
         norms = {f".{name}": "RMSNorm" for name in family.norms if name}
-        parts = {"": "DecoderLayer", **norms, **(_CONVOLUTION if convolves else _attention(family)),
-                 **(_EXPERTS if is_sparse else _mlp(family))}
+        parts = {"": "DecoderLayer", **norms, **mixer, **(_EXPERTS if is_sparse else _mlp(family))}
         known |= {place + _path(path, family): kind for path, kind in parts.items()
                   if family.activation or not path.endswith(".act_fn")}
     return modules.keys() == known.keys() and all(
@@ -197,16 +208,23 @@ def _is_untouched(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     # Why: a tree without memory is given experts that look at no number; see ``blueprint.py``.
     is_looked_at = any(parameter.is_meta for parameter in module.parameters(recurse=False))
-    return (is_looked_at or "forward" not in vars(module) or is_redirected(module)) and not any(hooks)
+    return (is_looked_at or "forward" not in vars(module) or _is_redirected(module)) and not any(hooks)
 
 
-def _has_known_layers(model: Any, layers: Mapping[int, AttentionLayer]) -> bool:
-    """Whether all layers attend alike, each to its own K and V; they may differ in their window."""
-    if sorted(layers) != list(range(len(model.model.layers))):
+def _is_redirected(module: nn.Module) -> bool:
+    return convolutions.is_redirected(module) or recurrences.is_redirected(module)
+
+
+def _has_known_layers(model: Any, layers: Mapping[int, AttentionLayer], family: Family) -> bool:
+    """Whether all layers that attend do so alike, each to its own K and V; they may differ in their window."""
+    has_kv = [number for number, layer in enumerate(model.model.layers)
+              if not family.delta_rule or family.delta_rule not in dict(layer.named_children())]  # fmt: skip
+    if sorted(layers) != has_kv or not layers:
         return False
     dtypes = {parameter.dtype for parameter in model.parameters()}
     attending = [layer for layer in layers.values() if layer.convolution is None]
     heads = {(layer.num_heads, layer.num_kv_heads, layer.key_head_size) for layer in attending}
     return dtypes == {model.dtype} and len(heads) == 1 and all(
-        layer.owns_kv and layer.index == number and layer.query_tuning is None for number, layer in layers.items()
+        layers[number].owns_kv and layers[number].index == index and layers[number].query_tuning is None
+        for index, number in enumerate(has_kv)
     ) and all(layer.key_head_size == layer.value_head_size for layer in attending)

@@ -89,8 +89,9 @@ def angles_by_layer(
     head_size = next(one.key_head_size for one in layers.values() if one.key_head_size)
     most = max_model_len(config) if most_positions is None else min(max_model_len(config), most_positions)
     # Rule: modules with several kinds of angles have a dictionary of their types.
-    kinds = config.layer_types if isinstance(rotary.rope_type, dict) else [None] * len(layers)
-    is_turned = config.to_dict().get("no_rope_layers") or [1] * len(layers)
+    count = config.num_hidden_layers
+    kinds = config.layer_types if isinstance(rotary.rope_type, dict) else [None] * count
+    is_turned = config.to_dict().get("no_rope_layers") or [1] * count
 
     def still(like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cosines = like.new_ones(*positions.shape, head_size)

@@ -64,11 +64,16 @@ class StepRows:
             product.update.add_to(out, rows, self.adapters.updates)
         return out
 
+    def room(self, purpose: str, size: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return room [T, size] for a purpose, in the rows' number format unless there is another."""
+        dtype = self.residual.dtype if dtype is None else dtype
+        if self.workspace is None:
+            return self.residual.new_empty(len(self.residual), size, dtype=dtype)
+        return self.workspace.take(purpose, len(self.residual), size, dtype)
+
     def attended(self, place: AttentionLayer) -> torch.Tensor:
-        """Return what the last layer like ``place`` has attended, [T, H * Dv], where there is a workspace."""
-        assert self.workspace is not None
-        size = place.num_heads * place.value_head_size
-        return self.workspace.take("attended", len(self.residual), size, self.residual.dtype)
+        """Return room for what layers like ``place`` mix, [T, H * Dv]: in a workspace what the last one has mixed."""
+        return self.room("attended", place.num_heads * place.value_head_size)
 
     def wanted(self, rows: torch.Tensor, place: AttentionLayer) -> tuple[StepRows, torch.Tensor]:
         """Return the chosen rows, and what the layer at ``place`` has attended for them, at places of their own."""
@@ -102,7 +107,7 @@ class StepRows:
         """Return the convolution of rows [T, 3 * C] between their gates as [T, C]; see ``ConvolvesRows``."""
         attention: Any = step.attention
         assert place.convolution is not None  # Invariant: its layer was found to convolve
-        out = self.attended(place) if self.workspace is not None else rows.new_empty(len(rows), place.value_head_size)
+        out = self.attended(place)
         attention.convolve_to(out, place.index, rows, *place.convolution)
         return out
 

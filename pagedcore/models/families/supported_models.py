@@ -75,7 +75,8 @@ _CONVOLUTIONS: Final = {"lfm3", *(name for name, family in FAMILIES.items() if f
 """Architectures whose layers of type "conv" are those of ``attention/convolutions.py``."""
 _RECURRENT: Final = frozenset({
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba",
-    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_next", "zamba2",
+    *(name for name, family in FAMILIES.items() if family.delta_rule),
 })
 """Architectures whose layers of the types ``_STATES`` are those of ``attention/recurrences.py``."""
 _LAYER_TYPES: Final = frozenset({"attention", "full_attention", "sliding_attention", "chunked_attention"})

@@ -87,6 +87,15 @@ class Family:
     """What the architecture calls modules, by what Llama calls them, where it does not call them so."""
     convolution: str = ""
     """What it calls the short convolution that some layers have instead of attention; "": none has."""
+    delta_rule: str = ""
+    """What it calls the gated delta rule that some layers have instead of attention; "": none has."""
+    has_gates: bool = False
+    """Whether what a layer attends is gated: each head of its queries is followed by a gate."""
+
+    @property
+    def always_attends(self) -> bool:
+        """Whether every layer is one of attention."""
+        return not self.convolution and not self.delta_rule
 
     def name_of(self, module: str) -> str:
         """Return what the architecture calls a module that Llama calls ``module``."""
@@ -171,6 +180,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "lfm2": Family(classes="Lfm2", **_LFM2),
     "lfm2_moe": Family(
         classes="Lfm2Moe", has_experts=True, **{**_LFM2, "names": {**_LFM2["names"], "rotary_emb": "pos_emb"}}
+    ),
+    "qwen3_5_text": Family(
+        classes="Qwen3_5", norm_offset=1.0, has_head_norms=True, has_gates=True, delta_rule="linear_attn", fields={},
+        modules={"model": "TextModel", "model.rotary_emb": "TextRotaryEmbedding"},
     ),
     "olmoe": Family(
         classes="Olmoe", has_head_norms=True, norms_whole_rows=True, has_experts=True,

@@ -1,0 +1,99 @@
+"""The fused decoder of models whose layers take turns between a gated delta rule and gated attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pagedcore.models.decoders.fused import FusedDecoder
+from pagedcore.models.linears.schemes import QUANTIZERS
+from pagedcore.models.transformers_model import TransformersModel
+from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
+from support.families import VOCAB, tiny_model
+from support.ragged_schedules import random_sequences, run_schedule
+
+BLOCK_SIZE, LENGTHS = 8, (70, 41, 9)
+TABLES = [np.arange(10, dtype=np.int32) * 3 + place for place in range(3)]
+#: Prompts whole, in chunks, and beside decoding, until each sequence decodes; then all, two and one at a time.
+STEPS = [
+    [(0, 0, 30), (1, 0, 31)], [(1, 31, 32), (0, 30, 31), (2, 0, 5)], [(0, 31, 60), (1, 32, 33), (2, 5, 6)],
+    *[[(0, 60 + place, 61 + place), (1, 33 + place, 34 + place)] for place in range(8)],
+    *[[(0, 68 + place, 69 + place)] for place in range(2)], [(2, 6, 9)],
+]
+
+
+def model_of(dtype: torch.dtype) -> Any:
+    """Return a model in float32 whose weights are numbers of a format, with random norms and gates."""
+    model = tiny_model("qwen3_5_text", dtype=torch.float32, tie_word_embeddings=True)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += torch.randn(parameter.shape) * 0.3
+            parameter.copy_(parameter.to(dtype))
+    return model
+
+
+def take_over(dtype: torch.dtype, **options: Any) -> TransformersModel:
+    """Return a backend with pools."""
+    backend = TransformersModel(model_of(dtype).to(dtype), NumbaCpuAttention, block_size=BLOCK_SIZE, **options)
+    assert isinstance(backend._decoder, FusedDecoder)
+    assert backend._decoder._steps is not None
+    backend.allocate_kv(30, BLOCK_SIZE)
+    backend.allocate_states(6)
+    return backend
+
+
+def logits_of(backend: TransformersModel) -> list[torch.Tensor]:
+    """Return the logits of all tokens, computed as ``STEPS`` says."""
+    return run_schedule(backend, random_sequences(LENGTHS, VOCAB), STEPS, TABLES, BLOCK_SIZE)
+
+
+@torch.inference_mode()
+def own_logits(model: Any) -> list[torch.Tensor]:
+    """Return what transformers computes for each sequence by itself."""
+    model.set_attn_implementation("eager")
+    return [model(tokens[None], use_cache=False).logits[0].float() for tokens in random_sequences(LENGTHS, VOCAB)]
+
+
+def errors_of(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
+    """Return how far the logits of each token are from those expected, by the spread of these."""
+    pairs = [(torch.cat(one) if isinstance(one, list) else one).float() for one in (actual, expected)]
+    return (pairs[0] - pairs[1]).norm(dim=-1) / (pairs[1] - pairs[1].mean(-1, keepdim=True)).norm(dim=-1)
+
+
+def test_logits_are_those_of_transformers() -> None:
+    """Whole prompts, chunks and decode steps have the logits of the model's own forward."""
+    assert errors_of(logits_of(take_over(torch.float32)), own_logits(model_of(torch.float32))).max() < 1e-4
+
+
+def test_bfloat16_rounds_as_transformers_does() -> None:
+    """In bfloat16, logits are as close to those of float32 as the model's own forward is."""
+    exact = own_logits(model_of(torch.bfloat16))
+    theirs = errors_of(own_logits(model_of(torch.bfloat16).to(torch.bfloat16)), exact)
+    ours = errors_of(logits_of(take_over(torch.bfloat16)), exact)
+    assert ours.mean() < 1.1 * theirs.mean()
+
+
+@pytest.mark.parametrize(("dtype", "scheme"), [
+    (torch.float32, "none"), (torch.bfloat16, "none"), pytest.param(torch.bfloat16, "w8a8", marks=pytest.mark.slow),
+])
+def test_recorded_steps_give_the_same_bits(dtype: torch.dtype, scheme: str) -> None:
+    """Steps that are recorded and repeated are those of a decoder that records nothing, states included, also once
+    other memory has taken the place of the states.
+    """
+    options = {} if scheme == "none" else {"quantization": scheme, "linears": QUANTIZERS[scheme]}
+    recording, plain = take_over(dtype, **options), take_over(dtype, **options)
+    plain._decoder._steps = None  # type: ignore[attr-defined]
+    expected = logits_of(plain)
+    for again in (False, True):
+        if again:
+            recording.suspend_kv()
+            recording.resume_kv()
+        assert all(map(torch.equal, logits_of(recording), expected))
+    assert recording.state_store is not None
+    assert plain.state_store is not None
+    assert np.array_equal(recording.state_store.read_states([0, 1, 2]), plain.state_store.read_states([0, 1, 2]))
