@@ -13,8 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from pagedcore.execution.ragged_batch import RaggedBatch, build_batch
-from pagedcore.execution.table_stack import TableStack
+from pagedcore.execution.ragged_batch import RaggedBatch, TableStack, build_batch
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.reservation import Demand
 from pagedcore.sampling_params import SamplingParams

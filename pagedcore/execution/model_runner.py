@@ -18,9 +18,8 @@ from pagedcore.errors import InternalError, StepFailed
 from pagedcore.execution.compute_threads import ComputeThreads
 from pagedcore.execution.device_sampler import DeviceSampler, KeepsLogits
 from pagedcore.execution.failures import concerns_all_rows
-from pagedcore.execution.ragged_batch import NO_SLOTS, RaggedBatch, build_batch
+from pagedcore.execution.ragged_batch import NO_SLOTS, RaggedBatch, TableStack, build_batch
 from pagedcore.execution.sampler import SampledTokens, Sampler
-from pagedcore.execution.table_stack import TableStack
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.outputs import TokenLogprobs
 from pagedcore.protocols import DecodesGreedily, FloatArray, Int64Array, MayLoseDevice, ModelBackend, ReturnsHidden

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagedcore.errors import InternalError
-from pagedcore.execution.table_stack import TableStack, stack_tables
+from pagedcore.execution.ragged_batch import TableStack, stack_tables
 from pagedcore.kv_cache.block_table import BlockTable
 
 CHANGES = st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 3)), max_size=4)
