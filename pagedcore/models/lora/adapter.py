@@ -191,6 +191,7 @@ def _layers(
 ) -> Mapping[int, list[_Layer]]:
     """Return the layers of an adapter by their products, in the order of their outputs."""
     names = _names_of_layers(file)
+    config.require_few_patterns(len(names))
     by_product = defaultdict[int, list[_Layer]](list)
     known = dict[str, str]()
     for name in sorted(names):

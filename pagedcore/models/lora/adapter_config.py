@@ -38,6 +38,8 @@ _LAYER: Final = re.compile(r".*?\.[^.]*\.(\d+)\.")
 _MOST_NAMES: Final = 4096
 """Names and patterns of one setting; each is compared with each layer."""
 _MOST_ALPHA: Final = 2.0**20
+_MOST_COMPARED: Final = 2**22
+"""Patterns, times layers: they take some seconds."""
 
 
 def invalid(what: str, given: object, limit: str, advice: str = "") -> InvalidAdapter:
@@ -77,8 +79,10 @@ class AdapterConfig:
         self._require_known()
         self._rank = _rank("r", fields.get("r", 8))
         self._alpha = _alpha("lora_alpha", fields.get("lora_alpha", 8))
-        self._ranks = {key: _rank("rank_pattern", one) for key, one in self._patterns("rank_pattern").items()}
-        self._alphas = {key: _alpha("alpha_pattern", one) for key, one in self._patterns("alpha_pattern").items()}
+        self._ranks = [(_compiled(key), _rank("rank_pattern", one))
+                       for key, one in self._patterns("rank_pattern").items()]
+        self._alphas = [(_compiled(key), _alpha("alpha_pattern", one))
+                        for key, one in self._patterns("alpha_pattern").items()]
         self._targets, self._excluded = self._names("target_modules"), self._names("exclude_modules")
         parameters = self._names("target_parameters") or ()
         if isinstance(parameters, str):
@@ -91,11 +95,18 @@ class AdapterConfig:
 
     def rank_of(self, name: str) -> int:
         """Return the rank of the matrices of the layer ``name``."""
-        return next((rank for key, rank in self._ranks.items() if _is_meant(key, name)), self._rank)
+        return next((rank for pattern, rank in self._ranks if pattern.match(name)), self._rank)
+
+    def require_few_patterns(self, num_layers: int) -> None:
+        """Refuse patterns of which each would be compared with each layer for too long. Raises ``InvalidAdapter``."""
+        num_patterns = len(self._ranks) + len(self._alphas)
+        if num_patterns * num_layers > _MOST_COMPARED:
+            raise refused("rank_pattern and alpha_pattern", f"{num_patterns} patterns for {num_layers} layers",
+                          f"at most {_MOST_COMPARED // num_layers} for so many")
 
     def scale_of(self, name: str) -> float:
         """Return what the product of both matrices is multiplied by."""
-        alpha = next((alpha for key, alpha in self._alphas.items() if _is_meant(key, name)), self._alpha)
+        alpha = next((alpha for pattern, alpha in self._alphas if pattern.match(name)), self._alpha)
         rank = self.rank_of(name)
         return alpha / (math.sqrt(rank) if self._fields.get("use_rslora") else rank)
 
@@ -186,9 +197,9 @@ def _ends_in_one(name: str, ends: Collection[str]) -> bool:
     return any(".".join(parts[begin:]) in ends for begin in range(len(parts)))
 
 
-def _is_meant(pattern: str, name: str) -> bool:
-    """Whether a pattern means a layer, as PEFT says."""
-    return re.match(rf"(.*\.)?({pattern})$", name) is not None
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Return what matches the layers that a pattern means, as PEFT says."""
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _rank(what: str, value: object) -> int:

@@ -24,8 +24,10 @@ from pagedcore.models.lora.adapter_config import CONFIG, invalid, refused, shown
 WEIGHTS: Final = "adapter_model.safetensors"
 _FORMATS: Final[Mapping[str, torch.dtype]] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _MAX_CONFIG_BYTES: Final = 2**18
-_MAX_HEAD_BYTES: Final = 2**22
-"""A head takes 150 bytes for a tensor: 28,000 of them."""
+_MAX_HEAD_BYTES: Final = 2**25
+"""PEFT writes 150 bytes for a tensor: 220,000 of them, as large mixtures have with two for each matrix of an expert."""
+_MAX_MARKS: Final[Mapping[bytes, int]] = {b"{": 2**18, b"[": 2**19, b",": 2**21}
+"""How often what begins or divides values may be there; a tensor has 1, 2 and 5 of them."""
 _MAX_WEIGHTS_BYTES: Final = 2**36
 _PICKLE: Final = "adapter_model.bin"
 
@@ -59,8 +61,13 @@ class AdapterFile:
         head_size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
         if not 2 <= head_size <= min(_MAX_HEAD_BYTES, size - 8):
             raise invalid(WEIGHTS, head_size, f"a head of 2 to {_MAX_HEAD_BYTES} bytes that is within the file")
+        text = os.pread(descriptor, head_size, 8)
+        for mark, most in _MAX_MARKS.items():
+            # Safety: counted first, because a value takes thirty times the bytes of its text.
+            if (count := text.count(mark)) > most:
+                raise invalid(f"{WEIGHTS}, its head", count, f"at most {most} of {mark.decode()}")
         try:
-            head = json.loads(os.pread(descriptor, head_size, 8), object_pairs_hook=_without_repeats)
+            head = json.loads(text, object_pairs_hook=_without_repeats)
             self.tensors: Mapping[str, StoredTensor] = {
                 name: _tensor(name, one, 8 + head_size) for name, one in head.items() if name != "__metadata__"}
         except (ValueError, RecursionError, AttributeError) as error:

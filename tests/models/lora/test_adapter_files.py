@@ -6,6 +6,7 @@ import json
 import math
 import os
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from pagedcore.errors import InvalidAdapter
 from pagedcore.models.lora.adapter import AdaptedLayer, AdaptedModel, LoraAdapter, adapter_bytes, read_adapter
 from pagedcore.models.lora.adapter_config import AdapterConfig
+from pagedcore_kernels.cpu.matmul.low_rank import pair_bytes
 from support.lora_directories import random_matrices, write_adapter
 
 LAYERS = [f"model.layers.{number}" for number in range(3)]
@@ -225,6 +227,43 @@ def test_a_damaged_head_is_refused(directory: Path, case: str) -> None:
     for door in (adapter_bytes, read_adapter):
         with pytest.raises(InvalidAdapter):
             door(directory, model(), 256)
+
+
+@pytest.mark.parametrize("values", ["{},", "[],", "0,", '"":[0],'])
+def test_a_head_of_too_many_values_is_counted_before_it_is_parsed(directory: Path, values: str) -> None:
+    """Its values would take thirty times the bytes of the file."""
+    with_head(directory, b"[" + values.encode() * (2**24 // len(values)) + b"0]")
+    tracemalloc.start()
+    with pytest.raises(InvalidAdapter, match=r"its head: got [0-9]+, allowed is at most"):
+        adapter_bytes(directory, model(), 256)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 2**24 + 2**20
+
+
+def test_patterns_are_compared_with_few_layers(directory: Path) -> None:
+    """Each with each would take hours for the largest of both."""
+    config = AdapterConfig(json.dumps({
+        "peft_type": "LORA", "target_modules": "all-linear",
+        "rank_pattern": {f"layers.{number}.q_proj": 4 for number in range(300)}}).encode())
+    config.require_few_patterns(13_000)
+    with pytest.raises(InvalidAdapter, match="300 patterns for 14000 layers, allowed is at most 299"):
+        config.require_few_patterns(14_000)
+
+
+def test_an_adapter_may_have_matrices_of_each_expert_of_a_large_mixture(directory: Path) -> None:
+    """48 layers of 128 experts, as Qwen3-30B-A3B has them, and PEFT's names: 36,864 tensors."""
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.{one}" for layer in range(48) for expert in range(128)
+             for one in ("gate_proj", "up_proj", "down_proj")]
+    layers = {name: AdaptedLayer(number, 1, 0, 1) for number, name in enumerate(names)}
+    mixture = AdaptedModel(layers, {}, lambda name: "No layer.", lambda name: name)
+    tensors = [tensor(name, kind) for name in names for kind in "AB"]
+    head = json.dumps({name: {"dtype": "F32", "shape": [1, 1], "data_offsets": [4 * place, 4 * place + 4]}
+                       for place, name in enumerate(tensors)}).encode()
+    (directory / WEIGHTS).write_bytes(struct.pack("<Q", len(head)) + head + bytes(4 * len(tensors)))
+    (directory / CONFIG).write_text(json.dumps({"peft_type": "LORA", "r": 1, "target_modules": "all-linear"}))
+    assert len(head) > 2**22
+    assert adapter_bytes(directory, mixture, 256) == 18_432 * pair_bytes(1, [(1, 1)], 4)
 
 
 def test_files_that_are_none_are_refused(directory: Path, tmp_path: Path) -> None:
