@@ -55,13 +55,13 @@ class ChangesAdapters(Endpoint):
 
     is_for_admins: ClassVar = True
 
-    def read(self, body: Mapping[str, Any]) -> tuple[dict[str, Any], ServedModel, str]:
+    def read(self, body: Mapping[str, Any], tenant: bytes | None) -> tuple[dict[str, Any], ServedModel, str]:
         """Return the fields, the model, and the adapter's name."""
         fields = _FORM.read(body)
         name = known.required(fields, "lora_name", "the name of an adapter")
         if not isinstance(name, str):
             raise InvalidRequest("lora_name", name, "text")
-        return fields, self.service.model_of(fields), name
+        return fields, self.service.model_of(fields, tenant), name
 
 
 class LoadAdapter(ChangesAdapters):
@@ -69,7 +69,7 @@ class LoadAdapter(ChangesAdapters):
 
     async def respond(self, request: Request, tenant: bytes | None) -> Response:
         """Return what was loaded. Raises ``RefusedAtTheDoor`` for a name that is taken, without ``load_inplace``."""
-        fields, served, name = self.read(await self.service.read_body(request))
+        fields, served, name = self.read(await self.service.read_body(request), tenant)
         if name in served.engine.adapter_names and not known.flag(fields, "load_inplace"):
             raise RefusedAtTheDoor(HTTPStatus.BAD_REQUEST, "lora_name", "a name that is taken", "another one",
                                    "With load_inplace: true, it stands for this adapter afterwards.",
@@ -85,6 +85,6 @@ class UnloadAdapter(ChangesAdapters):
 
     async def respond(self, request: Request, tenant: bytes | None) -> Response:
         """Return that it is gone."""
-        _, served, name = self.read(await self.service.read_body(request))
+        _, served, name = self.read(await self.service.read_body(request), tenant)
         await served.engine.unload_adapter(name)
         return Response(encode({"id": name, "object": "model", "deleted": True}), media_type=JSON)

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Final
 
@@ -65,15 +65,6 @@ class ServedModel:
         """Look at an engine, which takes a step at most. Raises ``EngineClosed``."""
         spell = lru_cache(_NAMED_TOKENS)(engine.token_text)
         return cls(name, engine, engine.stats().max_model_len, spell)
-
-
-def adapted(models: Mapping[str, ServedModel], name: str) -> ServedModel | None:
-    """Return the model that "base:adapter", or the own name of an adapter, stands for; ``None``: there is none."""
-    base, _, own = name.rpartition(":")
-    if base in models:
-        return replace(models[base], name=name, lora=own) if own in models[base].engine.adapter_names else None
-    found = next((one for one in models.values() if name in one.engine.adapter_names), None)
-    return None if found is None else replace(found, name=name, lora=name)
 
 
 class Call(ABC):

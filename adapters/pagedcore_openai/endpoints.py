@@ -6,7 +6,6 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +23,7 @@ from pagedcore_http.event_stream import ClientGone, run_until_disconnect
 from pagedcore_http.events import encode
 from pagedcore_http.refusals import CLIENT_CLOSED_REQUEST, RETRY_ELSEWHERE_S, RefusedAtTheDoor
 from pagedcore_openai import fields as known
-from pagedcore_openai.calls import Call, ServedModel
+from pagedcore_openai.calls import Call
 from pagedcore_openai.chat_prompt import read_chat
 from pagedcore_openai.errors import openai_refusal
 from pagedcore_openai.service import Service
@@ -77,7 +76,7 @@ class Completing(Endpoint):
     async def respond(self, request: Request, tenant: bytes | None) -> Response:
         """Return the whole response, or the stream that will be sent."""
         fields = self._kind.form.read(await self.service.read_body(request))
-        served = self.service.model_of(fields)
+        served = self.service.model_of(fields, tenant)
         caller = await self.service.caller_of(request, tenant)
         call = self._kind(served, fields, caller)
         # Why so late: what is refused wakes no model.
@@ -95,7 +94,7 @@ class Tokenize(Endpoint):
     async def respond(self, request: Request, tenant: bytes | None) -> Response:
         """Return the token ids, their number and the longest context."""
         fields = known.TOKENIZE.read(await self.service.read_body(request))
-        served, wants_names = self.service.model_of(fields), known.flag(fields, "return_token_strs")
+        served, wants_names = self.service.model_of(fields, tenant), known.flag(fields, "return_token_strs")
         if ("prompt" in fields) == ("messages" in fields):
             raise InvalidPrompt("prompt", fields.get("prompt"), "given, or messages, and not both")
         if "prompt" in fields:
@@ -117,7 +116,8 @@ class Detokenize(Endpoint):
     async def respond(self, request: Request, tenant: bytes | None) -> Response:
         """Return the text."""
         fields = known.DETOKENIZE.read(await self.service.read_body(request))
-        served, token_ids = self.service.model_of(fields), known.required(fields, "tokens", "a list of token ids")
+        served = self.service.model_of(fields, tenant)
+        token_ids = known.required(fields, "tokens", "a list of token ids")
         text = await asyncio.to_thread(served.engine.decode, token_ids)
         return Response(encode({"prompt": text}), media_type=JSON)
 
@@ -129,28 +129,19 @@ class Models(Endpoint):
 
     async def respond(self, request: Request, tenant: bytes | None) -> Response:
         """Return the models that calls may name."""
-        name = request.path_params.get("model")
+        name, names = request.path_params.get("model"), self.service.names
+        if name is None:
+            listed = names.listed(tenant)
+        else:
+            found = self.service.model_of({"model": name}, tenant)
+            listed = [(found, None if found.lora is None else names.base_of(found))]
         models = [
             {"id": one.name, "object": "model", "created": one.created, "owned_by": "pagedcore",
              "max_model_len": one.max_model_len, "generation_defaults": one.engine.generation_defaults,
              **({} if parent is None else {"parent": parent})}
-            for one, parent in self._listed(name)
+            for one, parent in listed
         ]
         return Response(encode(models[0] if name is not None else {"object": "list", "data": models}), media_type=JSON)
-
-    def _listed(self, name: str | None) -> list[tuple[ServedModel, str | None]]:
-        """Return models, and what each is an adapter of: the one of a name, or all, adapters behind theirs."""
-        models = self.service.models
-        if name is not None:
-            found = self.service.model_of({"model": name})
-            return [(found, None if found.lora is None else self.service.base_of(found))]
-        listed = list[tuple[ServedModel, str | None]]()
-        for base, one in models.items():
-            listed += [(one, None), *(
-                (replace(one, name=own if own not in models else f"{base}:{own}", lora=own), base)
-                for own in one.engine.adapter_names
-            )]
-        return listed
 
 
 class StoredResponse(Endpoint):
@@ -196,7 +187,7 @@ class Recording(Endpoint):
 
         Raises ``RefusedAtTheDoor`` (429) while another one is written, and ``HTTPException`` (404) if there is none.
         """
-        served = self.service.model_of(dict(request.query_params))
+        served = self.service.model_of(dict(request.query_params), tenant)
         if self._is_writing:
             raise RefusedAtTheDoor(HTTPStatus.TOO_MANY_REQUESTS, "recordings in flight", 2, "at most 1")
         self._is_writing = True

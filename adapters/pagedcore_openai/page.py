@@ -67,8 +67,8 @@ class Live(Endpoint):
 
     async def respond(self, request: Request, tenant: bytes | None) -> Response:
         """Return the stream, which ends when the app drains."""
-        served = self.service.model_of(dict(request.query_params))
+        served = self.service.model_of(dict(request.query_params), tenant)
         key, sees = await self.service.view_of(request, tenant)
-        stream = LiveStream(self.service.live[served.name].events(key, sees))
+        stream = LiveStream(self.service.live[self.service.names.base_of(served)].events(key, sees))
         stream.headers.update({"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"})
         return stream

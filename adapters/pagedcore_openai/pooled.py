@@ -37,7 +37,7 @@ class Pooled(Endpoint):
         """Return the whole response."""
         kind = self._kind
         fields = kind.form.read(await self.service.read_body(request))
-        served = self.service.model_of(fields)
+        served = self.service.model_of(fields, tenant)
         caller = await self.service.caller_of(request, tenant)
         try:
             call = kind(served, fields, caller)

@@ -34,16 +34,21 @@ _ADVICE: Final[Mapping[int, str]] = {
 def keys_of_environment(environment: Mapping[str, str] = os.environ) -> ApiKeys | None:
     """Return the keys in ``PAGEDCORE_API_KEYS``, separated by commas, and in ``PAGEDCORE_ADMIN_KEY``; or ``None``.
 
+    Behind a key may be names, with spaces between: what it may use, as ``ApiKeys`` has it.
+
     Raises:
-        InvalidConfig: a key is too short, too long or not plain ASCII, or the variable is empty; the message does not
-            repeat it.
+        InvalidConfig: a key is too short, too long or not plain ASCII, or there twice, or the variable is empty; the
+            message does not repeat it.
     """
     if environment.get(KEYS_VARIABLE, "-").strip(" ,") == "":
         # Safety: a secret that was not filled in must not open the server to everybody.
         raise InvalidConfig(f"{KEYS_VARIABLE}: it is set and has no key; give it one, or unset it to serve without.")
-    keys = [key.strip() for key in environment.get(KEYS_VARIABLE, "").split(",") if key.strip()]
+    entries = [words for entry in environment.get(KEYS_VARIABLE, "").split(",") if (words := entry.split())]
+    models = {key: names for key, *names in entries if names}
+    if models and len({key for key, *_ in entries}) < len(entries):
+        raise InvalidConfig(f"{KEYS_VARIABLE}: a key is there twice; give all its models behind one of them.")
     admin_key = environment.get(ADMIN_VARIABLE, "").strip() or None
-    return ApiKeys(keys, admin_key) if keys or admin_key else None
+    return ApiKeys([key for key, *_ in entries], admin_key, models=models) if entries or admin_key else None
 
 
 def serve(
@@ -75,7 +80,8 @@ def serve(
             few files.
         RequestFailed: a model fails on its first token.
     """
-    api_keys = keys_of_environment()
+    if (api_keys := keys_of_environment()) is not None:
+        api_keys.rights(models)
     if recordings is not None:
         settings["flight_recorder"] = recordings
     if api_keys is None or not api_keys.has_admin:

@@ -14,14 +14,15 @@ from weakref import WeakValueDictionary
 from starlette.requests import Request
 
 from pagedcore import SharedEngines
-from pagedcore.errors import EngineInUse, InvalidConfig, InvalidRequest
+from pagedcore.errors import EngineInUse, InvalidConfig, InvalidRequest, UnknownAdapter
 from pagedcore_http.body import body_limit, read_object
 from pagedcore_http.drain import OpenCalls
 from pagedcore_http.refusals import NotServing, RefusedAtTheDoor
 from pagedcore_http.salts import Caller, Salt, combine_salts, derive_salt
-from pagedcore_openai.calls import ServedModel, adapted
+from pagedcore_openai.calls import ServedModel
 from pagedcore_openai.errors import FieldMissing, ModelNotFound
 from pagedcore_openai.live import LiveView
+from pagedcore_openai.names import ServedNames
 from pagedcore_openai.tenants import ApiKeys, Browsers
 
 _log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Service:
     open_calls: OpenCalls = field(default_factory=OpenCalls)
     live: dict[str, LiveView] = field(init=False)
     """By model."""
+    names: ServedNames = field(init=False)
     _owners: WeakValueDictionary[Any, Owner] = field(init=False, default_factory=WeakValueDictionary)
     """By salt, of the calls in flight."""
 
@@ -81,6 +83,7 @@ class Service:
         self.live = {name: LiveView(one.engine) for name, one in self.models.items()}
         if not self.models:
             raise InvalidConfig("models: got none, needed is at least one.")
+        self.names = ServedNames(self.models, self.api_keys)
         if self.adapter_roots and (self.api_keys is None or not self.api_keys.has_admin):
             raise InvalidConfig("adapter_roots: they need an admin key, because whoever loads an adapter names files.")
         for name in ("max_body_bytes", "max_open_calls", "body_s"):
@@ -144,33 +147,32 @@ class Service:
             raise RefusedAtTheDoor(HTTPStatus.REQUEST_TIMEOUT, "body", None,
                                    f"a whole one within {self.body_s:g} seconds") from None
 
-    def model_of(self, fields: Mapping[str, Any]) -> ServedModel:
-        """Return the model that a call names, perhaps with an adapter of it; without a name the only one.
+    def model_of(self, fields: Mapping[str, Any], tenant: bytes | None) -> ServedModel:
+        """Return the model that a tenant's call names, perhaps with an adapter of it; without a name the only one.
 
         Raises:
-            ModelNotFound: no model has the name.
+            ModelNotFound: no model has the name, or the tenant may not use it.
+            UnknownAdapter: the same of an adapter that is named beside it.
             FieldMissing: no name, and several models.
             NotServing: its engine makes no progress.
         """
-        name = fields.get("model", next(iter(self.models)) if len(self.models) == 1 else None)
+        name, lora = fields.get("model", self.names.only(tenant)), fields.get("lora")
         if name is None:
             raise FieldMissing("model", "the name of a model that is served")
-        served = (self.models.get(name) or adapted(self.models, name)) if isinstance(name, str) else None
-        if served is None:
+        if (served := self.names.find(name, tenant, lora)) is None:
             raise ModelNotFound(name)
+        if served.lora is None and isinstance(lora, str) and not (
+                lora in served.engine.adapter_names and self.names.may_use(tenant, self.names.base_of(served), lora)):
+            raise UnknownAdapter.named(lora)
         if served.engine.health().status == "dead":
             raise NotServing("the engine of this process makes no progress; ask another one.")
         return served
-
-    def base_of(self, served: ServedModel) -> str:
-        """Return the name of a model without its adapter."""
-        return next(name for name, one in self.models.items() if one.engine is served.engine)
 
     async def use(self, request: Request, served: ServedModel) -> None:
         """Keep a model awake until a call is answered. Raises ``RefusedAtTheDoor`` (503) if it cannot be woken now."""
         if self.shared is None:
             return
-        name = self.base_of(served)
+        name = self.names.base_of(served)
         try:
             await request.state.until_answered.enter_async_context(self.shared.use(name))
         except (InvalidConfig, InvalidRequest, EngineInUse, MemoryError) as error:

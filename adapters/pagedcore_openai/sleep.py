@@ -33,7 +33,7 @@ class Sleep(Endpoint):
     async def respond(self, request: Request, tenant: bytes | None) -> Response:
         """Return what ``IsSleeping`` does. Raises ``InvalidRequest``, and ``RefusedAtTheDoor`` (429) as below."""
         given = _SLEEP.read(dict(request.query_params))
-        served, level, mode = self.service.model_of(given), given.get("level", "1"), given.get("mode", "wait")
+        served, level, mode = self.service.model_of(given, tenant), given.get("level", "1"), given.get("mode", "wait")
         if level not in _LEVELS:
             raise InvalidRequest("level", level, "1 or 2")
         if mode not in ("wait", "abort"):
@@ -55,10 +55,10 @@ class WakeUp(Endpoint):
 
         Raises ``RefusedAtTheDoor``: 429 while another change is made, 503 where there is no room, or other files.
         """
-        served = self.service.model_of(_WAKE.read(dict(request.query_params)))
+        served = self.service.model_of(_WAKE.read(dict(request.query_params)), tenant)
         try:
             if self.service.shared is not None:
-                async with self.service.shared.use(self.service.base_of(served)):
+                async with self.service.shared.use(self.service.names.base_of(served)):
                     return _told(served)
             await served.engine.wake()
         except EngineInUse:
@@ -78,7 +78,7 @@ class IsSleeping(Endpoint):
 
     async def respond(self, request: Request, tenant: bytes | None) -> Response:
         """Return the model's name and level."""
-        return _told(self.service.model_of(_WAKE.read(dict(request.query_params))))
+        return _told(self.service.model_of(_WAKE.read(dict(request.query_params)), tenant))
 
 
 def _busy() -> RefusedAtTheDoor:

@@ -22,6 +22,8 @@ MAX_KEY_LENGTH: Final = 512
 _TAG: Final = b"pagedcore api key 1\0"
 _MORE_HOSTS: Final = "pagedcore serve --allow-host NAME, or openai_app(hosts=...), adds one."
 _MORE_ORIGINS: Final = "pagedcore serve --allow-origin SITE, or openai_app(origins=...), adds one."
+Right = tuple[str, str | None]
+"""A model that a key may use, and with which adapter: ``None``: alone, "*": alone and with each."""
 _ADVICE: Final = 'One can be made with: python -c "import secrets; print(secrets.token_urlsafe(32))"'
 
 
@@ -35,11 +37,22 @@ class ApiKeys:
             the list and its length.
     """
 
+    ALL: Final = "*"
+    """The name of all adapters of a model, behind its colon."""
+
     def __init__(
-        self, keys: Iterable[str], admin_key: str | None = None, *, weights: Mapping[str, float] | None = None
+        self, keys: Iterable[str], admin_key: str | None = None, *, weights: Mapping[str, float] | None = None,
+        models: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        """Take the tenants' keys, one that may also read ``/metrics``, which shows all tenants together, and the
-        weights of keys for ``scheduling_policy="fair"``, 1 for those without. Raises ``InvalidRequest`` for a weight.
+        """Take the tenants' keys, and one for operators, which may use everything.
+
+        Args:
+            keys: of those who may call.
+            admin_key: may also read ``/metrics``, which shows all tenants together, and change what is served.
+            weights: of keys for ``scheduling_policy="fair"``, 1 for those without. Raises ``InvalidRequest`` for one.
+            models: what a key may use: "name" is a model without adapters, "name:adapter" one with an adapter, and
+                "name:*" one without and with each. Everything else is for that key as if it were not served. Keys
+                without an entry may use all.
         """
         admin_keys = [] if admin_key is None else [admin_key]
         self._tenants = tuple(_digest(_checked(key, f"key {place}")) for place, key in enumerate(keys, start=1))
@@ -49,6 +62,29 @@ class ApiKeys:
         self._weights = {_digest(key): RequestOptions(weight=weight).weight for key, weight in (weights or {}).items()}
         if not self._weights.keys() <= {*self._tenants, *self._admins}:
             raise InvalidConfig("API keys: a weight is given for a key that is not among them.")
+        self._models = {_digest(key): tuple(names) for key, names in (models or {}).items()}
+        if not self._models.keys() <= {*self._tenants} - {*self._admins}:
+            raise InvalidConfig("API keys: models are given for a key that is not among those of tenants.")
+
+    def rights(self, served: Collection[str]) -> dict[bytes, frozenset[Right]]:
+        """Return what tenants may use of the models that are served; those that are not there may use all.
+
+        Raises:
+            InvalidConfig: a key may use a model that is not served. The message has no name, which may be a key that
+                was written behind another one without a comma.
+        """
+        return {tenant: frozenset(self._right(name, tenant, served) for name in names)
+                for tenant, names in self._models.items()}
+
+    def _right(self, name: str, tenant: bytes, served: Collection[str]) -> Right:
+        if name in served:
+            return name, None
+        base, _, own = name.rpartition(":")
+        if base not in served or not own:
+            raise InvalidConfig(
+                f"API keys: key {self._tenants.index(tenant) + 1} is given a name that is not served, allowed is a "
+                f"model, model:adapter or model:{self.ALL} of {', '.join(served)}. A comma separates keys.")
+        return base, own
 
     def tenant_of(self, request: Request, *, is_for_admins: bool = False) -> bytes:
         """Return the secret name of the tenant whose key a request has, to derive its salt from.

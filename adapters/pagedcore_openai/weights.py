@@ -34,7 +34,7 @@ class UpdateWeights(Endpoint):
             RefusedAtTheDoor: 429 while others are loaded, 400 for files that cannot be read.
         """
         given = FORM.read(await self.service.read_body(request))
-        served = self.service.model_of(given)
+        served = self.service.model_of(given, tenant)
         name = known.required(given, "weights", "a name in the directory of weights")
         place = place_of(self.service.weights_dir, name)
         way: Any = "in_place" if known.flag(given, "in_place") else "staged"
