@@ -369,7 +369,7 @@ class DeadlineMissed(RequestFailed):
     """The request was not started, because it could not have ended within its ``deadline_s`` any more."""
 
     def __init__(self, deadline_s: float, *, waits_for: str = "") -> None:
-        self.deadline_s = deadline_s
+        self.deadline_s, self.waits_for = deadline_s, waits_for
         what = f", it waits for {waits_for}" if waits_for else ""
         super().__init__(f"not started: it cannot end within its deadline_s of {deadline_s:g} seconds any more{what}")
 
@@ -384,9 +384,10 @@ class RequestAborted(RequestFailed):
 class RequestTimeout(PagedcoreError, TimeoutError):
     """A completion was not ready within ``timeout_s`` seconds, as its caller asked; the request was aborted."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
-        super().__init__(f"timeout: the completion was not ready within {timeout_s:g} seconds; it was aborted.")
+    def __init__(self, timeout_s: float, *, waited_for: str = "") -> None:
+        self.timeout_s, self.waited_for = timeout_s, waited_for
+        what = f" while it waited for {waited_for}" if waited_for else ""
+        super().__init__(f"timeout: the completion was not ready within {timeout_s:g} seconds; it was aborted{what}.")
 
 
 class NotPicklable(PagedcoreError, TypeError):

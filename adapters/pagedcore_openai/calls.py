@@ -34,6 +34,7 @@ from pagedcore_openai import fields as known
 from pagedcore_openai import structured
 from pagedcore_openai.errors import ChunkStream, CompletionTooLong, Refused, renamed, with_names
 from pagedcore_openai.stored import StoredResponses
+from pagedcore_openai.times import Timed
 from pagedcore_openai.wire import Spell
 
 _READ_AT_ONCE: Final = 4096
@@ -67,7 +68,7 @@ class ServedModel:
         return cls(name, engine, engine.stats().max_model_len, spell)
 
 
-class Call(ABC):
+class Call(Timed, ABC):
     """A call whose fields were read; making one raises ``InvalidRequest`` for what is refused before the engine."""
 
     form: ClassVar[known.Form]
@@ -132,7 +133,7 @@ class Call(ABC):
 
     def blame(self, error: PagedcoreError) -> PagedcoreError:
         """Return an error of the engine as one that names the field of the body which it is about."""
-        told = self._of_call(error)
+        told = self._of_call(self.as_asked(error))
         return self.with_own_names(told) if isinstance(told, InvalidRequest) else told
 
     def _of_call(self, error: PagedcoreError) -> PagedcoreError:
@@ -195,7 +196,7 @@ class Call(ABC):
     async def _complete(self, params: SamplingParams) -> list[RequestOutput]:
         futures: list[Future[RequestOutput]] = []
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(self.left_s):
                 for place, prompt in enumerate(self.prompts):
                     # Why: a full queue refuses the first and so the call; the others wait for their room.
                     futures.append(self.served.engine.submit(prompt, params, wait_for_room=place > 0,
@@ -216,7 +217,7 @@ class Call(ABC):
             PagedcoreError: as from ``AsyncEngine.generate``, or the first error of a completion.
         """
         streams = [
-            self.served.engine.generate(prompt, self.params, timeout_s=self.timeout_s, wait_for_room=place > 0,
+            self.served.engine.generate(prompt, self.params, timeout_s=self.left_s, wait_for_room=place > 0,
                                         **self._options_at(place))
             for place, prompt in enumerate(self.prompts)
         ]
@@ -229,7 +230,8 @@ class Call(ABC):
 
     def _options_at(self, place: int) -> OptionKeywords:
         # Why: labels are unique among the requests of a salt.
-        return self.options if not place else {**self.options, "request_id": f"{self.options['request_id']}-{place}"}
+        options = self.options_left
+        return options if not place else {**options, "request_id": f"{options['request_id']}-{place}"}
 
 
 async def _only(stream: AsyncGenerator[Delta, None]) -> AsyncGenerator[tuple[int, Delta], None]:

@@ -80,7 +80,7 @@ class Completing(Endpoint):
         caller = await self.service.caller_of(request, tenant)
         call = self._kind(served, fields, caller)
         # Why so late: what is refused wakes no model.
-        await self.service.use(request, served)
+        await self.service.begin(request, served, call)
         call.owner = self.service.owner_of(call.options["cache_salt"], caller.derived)
         headers = {"x-request-id": call.id}
         if call.is_stream:

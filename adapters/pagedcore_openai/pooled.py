@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagedcore.errors import InvalidRequest
+from pagedcore.errors import DeadlineMissed, InvalidRequest, RequestTimeout
 from pagedcore_http.event_stream import run_until_disconnect
 from pagedcore_http.salts import Caller
 from pagedcore_openai import fields as known
@@ -21,6 +21,7 @@ from pagedcore_openai.endpoints import JSON, Endpoint
 from pagedcore_openai.errors import with_names
 from pagedcore_openai.prompts import prompts_of
 from pagedcore_openai.service import Service
+from pagedcore_openai.times import Timed
 
 MAX_TEXTS: Final = 2048
 """Texts of one call, as OpenAI takes them; the engine has 64 of them at a time."""
@@ -41,15 +42,17 @@ class Pooled(Endpoint):
         caller = await self.service.caller_of(request, tenant)
         try:
             call = kind(served, fields, caller)
-            await self.service.use(request, served)
+            await self.service.begin(request, served, call)
             call.owner = self.service.owner_of(call.options["cache_salt"], caller.derived)
             content = await run_until_disconnect(request.receive, call.whole())
         except InvalidRequest as error:
             raise with_names(error, kind.names) from None
+        except (DeadlineMissed, RequestTimeout) as error:
+            raise call.as_asked(error) from None
         return Response(content, 200, {"x-request-id": call.id}, JSON)
 
 
-class PooledCall(ABC):
+class PooledCall(Timed, ABC):
     """A call whose fields were read; making one raises ``InvalidRequest`` for what is refused before the engine."""
 
     form: ClassVar[known.Form]
@@ -70,9 +73,12 @@ class PooledCall(ABC):
         self.owner: object = None
         """Kept for the time of the call, so that the live view knows whose requests have its salt."""
         self.read(fields)
-        self.limits: dict[str, Any] = {
-            "timeout_s": known.timeout_of(fields), "wait_for_room": False, **self.options}
+        self.timeout_s = known.timeout_of(fields)
+
+    @property
+    def limits(self) -> dict[str, Any]:
         """What every method takes."""
+        return {"timeout_s": self.left_s, "wait_for_room": False, **self.options_left}
 
     @abstractmethod
     def read(self, fields: Mapping[str, Any]) -> None:

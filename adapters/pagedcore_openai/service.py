@@ -17,6 +17,7 @@ from pagedcore import SharedEngines
 from pagedcore.errors import EngineInUse, InvalidConfig, InvalidRequest, UnknownAdapter
 from pagedcore_http.body import body_limit, read_object
 from pagedcore_http.drain import OpenCalls
+from pagedcore_http.event_stream import run_until_disconnect
 from pagedcore_http.refusals import NotServing, RefusedAtTheDoor
 from pagedcore_http.salts import Caller, Salt, combine_salts, derive_salt
 from pagedcore_openai.calls import ServedModel
@@ -24,6 +25,7 @@ from pagedcore_openai.errors import FieldMissing, ModelNotFound
 from pagedcore_openai.live import LiveView
 from pagedcore_openai.names import ServedNames
 from pagedcore_openai.tenants import ApiKeys, Browsers
+from pagedcore_openai.times import Timed
 
 _log = logging.getLogger(__name__)
 
@@ -167,6 +169,17 @@ class Service:
         if served.engine.health().status == "dead":
             raise NotServing("the engine of this process makes no progress; ask another one.")
         return served
+
+    async def begin(self, request: Request, served: ServedModel, call: Timed) -> None:
+        """Keep the model of a call awake until it is answered; the time of the wake is the call's.
+
+        Raises:
+            RefusedAtTheDoor: as ``use``.
+            RequestTimeout, DeadlineMissed: it had to be answered by now.
+            ClientGone: the client has left meanwhile.
+        """
+        if self.shared is not None:
+            await call.after(run_until_disconnect(request.receive, self.use(request, served)))
 
     async def use(self, request: Request, served: ServedModel) -> None:
         """Keep a model awake until a call is answered. Raises ``RefusedAtTheDoor`` (503) if it cannot be woken now."""

@@ -121,8 +121,9 @@ class SharedEngines(AbstractAsyncContextManager["SharedEngines"]):
     async def use(self, name: str) -> AsyncGenerator[AsyncEngine, None]:
         """Have an engine that is awake, and stays so, for the length of a block.
 
-        Callers of one engine share its wake, and leaving early breaks it off for nobody. Where it has no room, the one
-        that was not used for longest is put to sleep, then the next one.
+        Callers of one engine share its wake, and leaving early breaks it off for nobody: one that has begun goes on,
+        and one that waits for its turn is left if nobody waits for it any more. Where it has no room, the one that was
+        not used for longest is put to sleep, then the next one.
 
         Raises:
             InvalidRequest: no engine has this name.
@@ -194,18 +195,18 @@ class SharedEngines(AbstractAsyncContextManager["SharedEngines"]):
     async def _wake(self, member: _Member) -> None:
         try:
             async with self._changing:
-                while True:
+                # Why: by its turn those who asked may have left, and others shall not sleep for nobody.
+                while member.num_uses:
                     try:
                         await member.engine.wake()
                         return
                     except (MemoryBudgetExceeded, MemoryError):
-                        if not await self._make_room():
+                        if not await self._put_one_to_sleep():
                             raise
         finally:
             member.waking = None
 
-    async def _make_room(self) -> bool:
-        """Put the engine to sleep that was not used for longest; return whether there was one."""
+    async def _put_one_to_sleep(self) -> bool:
         for member in sorted(self._members.values(), key=lambda one: one.idle_since_s):
             if await self._put_to_sleep(member):
                 return True

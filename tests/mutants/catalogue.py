@@ -310,6 +310,12 @@ DOORS = (
            "sequence.status is not SequenceStatus.RUNNING]", "sequence.finish_reason is not None]",
            "metrics/test_live_rows.py::test_every_position_every_preemption_and_every_reason_is_told"
            "[{'num_kv_blocks': 13}]"),
+    Mutant("An adapter beside a model's name is anybody's.", "adapters/pagedcore_openai/service.py",
+           " and self.names.may_use(tenant, self.names.base_of(served), lora)", "",
+           "adapters/openai/test_rights.py::test_an_adapter_beside_the_model_is_looked_at_too"),
+    Mutant("A wake costs a call nothing of its time.", "adapters/pagedcore_openai/times.py",
+           "self.timeout_s - self._waited_s", "self.timeout_s",
+           "adapters/openai/test_several_models.py::test_what_a_wake_has_taken_is_taken_off"),
     Mutant("A stored response is everybody's.", "adapters/pagedcore_openai/stored.py",
            "if stored is None or stored.owner != owner:", "if stored is None:",
            "adapters/openai/test_stored.py::test_a_response_is_its_tenants_own"),

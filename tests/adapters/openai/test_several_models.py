@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import threading
@@ -24,13 +25,16 @@ from openai import OpenAI
 from adapters.bentoml.asgi_caller import JSON_TYPE, App
 from adapters.openai.test_serve import serve_process
 from pagedcore import AsyncEngine, SharedEngines
-from pagedcore.errors import InvalidConfig, InvalidWeights
+from pagedcore.demo_model import DEMO_MODEL_DIR
+from pagedcore.engine.sleeping import Wake
+from pagedcore.errors import DeadlineMissed, InvalidConfig, InvalidWeights, RequestTimeout
 from pagedcore.serving.async_sleep import AsyncSleep
 from pagedcore_openai import ApiKeys, openai_app
 from pagedcore_openai.app import create
+from pagedcore_openai.times import Timed
 from support.runner import try_invoke
 
-ONE, ADMIN = "key-of-tenant-one", "key-of-the-operator"
+ONE, LIMITED, ADMIN = "key-of-tenant-one", "key-of-tenant-two", "key-of-the-operator"
 TEN = [f"model-{number}" for number in range(10)]
 SLOW_WAKE = """
 import sys, time
@@ -56,7 +60,8 @@ async def two_of_three() -> AsyncIterator[tuple[App, SharedEngines]]:
     shared = SharedEngines.from_pretrained(
         dict.fromkeys("abc", "demo"), memory="14MiB", kv_cache_memory="6MiB", max_num_seqs=4)
     async with shared:
-        app: Any = openai_app(shared, api_keys=ApiKeys([ONE], ADMIN), metrics=True)
+        app: Any = openai_app(shared, api_keys=ApiKeys([ONE, LIMITED], ADMIN, models={LIMITED: ["b"]}), metrics=True,
+                              weights_dir=DEMO_MODEL_DIR.parent)
         yield App(app, app, shared), shared  # type: ignore[arg-type]
 
 
@@ -79,6 +84,8 @@ async def test_calls_wake_and_looks_do_not() -> None:
         ):
             await app.call(path, content, headers=with_key(ADMIN))
             assert awake(shared) == "bc", path
+        assert (await app.call("/v1/completions", asked("a"), headers=with_key(LIMITED))).status == 404
+        assert awake(shared) == "bc"
         answers = [json.loads((await app.call("/v1/completions", asked(name), headers=with_key())).text)["choices"]
                    for name in ("b", "a")]
         assert (answers[0], awake(shared)) == (answers[1], "ab")
@@ -88,6 +95,46 @@ async def test_calls_wake_and_looks_do_not() -> None:
         assert (slept.status, awake(shared)) == (200, "a")
         woken = await app.call("/wake_up?model=b", b"", headers=with_key(ADMIN))
         assert (woken.status, awake(shared)) == (200, "ab")
+        # Rule: a second copy of weights is staged where others sleep.
+        loaded = await app.call("/update_weights", {"model": "a", "weights": DEMO_MODEL_DIR.name},
+                                headers=with_key(ADMIN))
+        assert (loaded.status, awake(shared)) == (200, "a")
+
+
+async def test_the_time_of_a_wake_is_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose time passes meanwhile is told so, whole, streamed or for vectors; the wake goes on, and another call
+    finds the model awake. What is left of the time is the engine's to keep.
+    """
+    may_read, read = threading.Event(), Wake.read
+    monkeypatch.setattr(Wake, "read", lambda wake: (may_read.wait(20), read(wake)))
+    async with two_of_three() as (app, shared):
+        for path, fields, status in (
+            ("/v1/completions", asked("a", timeout_s=0.05), 504), ("/v1/completions", asked("a", deadline_s=0.05), 503),
+            ("/v1/completions", asked("a", stream=True, timeout_s=0.05, deadline_s=9), 504),
+            ("/v1/embeddings", {"model": "a", "input": "x", "timeout_s": 0.05}, 504),
+        ):
+            late = await app.call(path, fields, headers=with_key())
+            message = late.error["message"]
+            assert (late.status, "its model, which sleeps" in message, "0.05" in message) == (status, True, True)
+        patient = app.begin("/v1/completions", asked("a", timeout_s=30), headers=with_key())
+        may_read.set()
+        await patient.task
+        assert (patient.status, "a" in awake(shared)) == (200, True)
+
+
+async def test_what_a_wake_has_taken_is_taken_off() -> None:
+    """Of the time limit, the deadline and the target; errors name what was asked for."""
+    call = Timed()
+    call.timeout_s, call.options = 5.0, {"deadline_s": 4.0, "ttft_ms": 3000.0, "priority": 2}
+    await call.after(asyncio.sleep(0.1))
+    left, told = call.left_s, call.options_left
+    assert left is not None
+    assert 4.0 < left <= 4.9
+    assert (told["deadline_s"], told["ttft_ms"], told["priority"]) == (
+        pytest.approx(left - 1), pytest.approx(1000 * (left - 2)), 2)
+    assert str(call.as_asked(RequestTimeout(left))) == str(RequestTimeout(5.0))
+    assert str(call.as_asked(DeadlineMissed(3.9, waits_for="its adapter"))) == str(
+        DeadlineMissed(4.0, waits_for="its adapter"))
 
 
 async def test_without_room_the_refusal_names_the_model() -> None:
