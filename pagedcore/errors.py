@@ -260,11 +260,11 @@ class DeviceUnavailable(InvalidConfig):
 class MemoryBudgetExceeded(InvalidConfig):
     """An engine needs ``asked`` bytes of a shared memory budget at least; ``left`` of ``total`` bytes are left."""
 
-    def __init__(self, asked: int, left: int, total: int) -> None:
+    def __init__(self, asked: int, left: int, total: int, advice: str = "") -> None:
         self.asked, self.left, self.total = asked, left, total
         super().__init__(
             f"memory budget: asked for {asked} bytes, {left} of {total} bytes are left. "
-            "Close an engine that draws on it, ask for less, or open a larger budget."
+            + (advice or "Close an engine that draws on it, ask for less, or open a larger budget.")
         )
 
 

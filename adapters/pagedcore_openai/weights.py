@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 from starlette.requests import Request
 from starlette.responses import Response
 
-from pagedcore.errors import EngineInUse, InvalidConfig, InvalidRequest
+from pagedcore.errors import EngineInUse, InvalidConfig, InvalidRequest, MemoryBudgetExceeded
 from pagedcore_http.events import encode
 from pagedcore_http.refusals import RefusedAtTheDoor
 from pagedcore_openai import fields as known
@@ -43,8 +43,7 @@ class UpdateWeights(Endpoint):
             raise InvalidRequest("mode", mode, '"wait", "abort" or "keep"')
         await self.service.use(request, served)
         try:
-            async with served.engine.new_weights(given.get("version", place.name), running=mode, way=way) as new:
-                await new.load(place)
+            await self._load(served.engine.new_weights, place, given.get("version", place.name), mode, way)
         except EngineInUse:
             raise RefusedAtTheDoor(HTTPStatus.TOO_MANY_REQUESTS, "loads of weights", 2, "at most 1") from None
         except InvalidConfig as error:
@@ -52,6 +51,18 @@ class UpdateWeights(Endpoint):
                                    is_described=True) from None
         label, number = served.engine.weights.label, served.engine.weights.number
         return Response(encode({"model": served.name, "version": label, "number": number}), media_type=JSON)
+
+    async def _load(self, new_weights: Any, place: Path, version: Any, mode: Any, way: Any) -> None:
+        """Load, and let models sleep that nobody uses where a second copy has no room beside them."""
+        shared = self.service.shared
+        while True:
+            try:
+                async with new_weights(version, running=mode, way=way) as new:
+                    await new.load(place)
+                return
+            except MemoryBudgetExceeded:
+                if shared is None or not await shared.make_room():
+                    raise
 
 
 def place_of(directory: Path | None, name: Any) -> Path:

@@ -102,6 +102,15 @@ class KVMemory:
             if self._budget is not None and what not in self._leases:
                 self._leases[what] = self._budget.draw(num_bytes)
 
+    def draw_second(self) -> MemoryLease | None:
+        """Draw what a second copy of the weights takes, on any thread; ``None``: no budget counts them.
+
+        Raises:
+            MemoryBudgetExceeded: the budget has not that much left.
+        """
+        held = self._leases.get("weights")
+        return None if self._budget is None or held is None else self._budget.draw(held.num_bytes)
+
     def _choose_num_host_blocks(self, config: EngineConfig) -> int:
         free_bytes = free_memory_bytes()
         num_bytes = parse_memory(config.host_kv_memory, free_bytes=free_bytes, what="host_kv_memory")

@@ -17,11 +17,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from pagedcore.config.field_rules import matching, one_of
-from pagedcore.errors import EngineInUse, ForkedProcess, InvalidRequest, InvalidWeights, WeightsIncomplete
+from pagedcore.errors import (
+    EngineInUse,
+    ForkedProcess,
+    InvalidRequest,
+    InvalidWeights,
+    MemoryBudgetExceeded,
+    WeightsIncomplete,
+)
 from pagedcore.outputs import WeightsVersion
 from pagedcore.sessions.session_file import WeightsMark
 
 if TYPE_CHECKING:
+    from pagedcore.config.memory_budget import MemoryLease
     from pagedcore.engine.builder import EngineComponents
     from pagedcore.engine.step import StepRunner
     from pagedcore.models.new_weights import Weights
@@ -33,6 +41,7 @@ Way = Literal["staged", "in_place"]
 _RUNNING: Final = one_of("wait", "abort", "keep")
 _WAY: Final = one_of("staged", "in_place")
 _LABEL: Final = matching(r"[\w.:-]{0,64}", "at most 64 letters, digits, dots, colons and dashes")
+_NO_ROOM: Final = 'For a second copy of the weights there has to be so much; way="in_place" needs none.'
 _numbers: Final = count(1)
 """Of this process: no two loads have the same, in whatever engine."""
 
@@ -78,6 +87,8 @@ class NewWeights:
         self._running: str = _RUNNING.check("running", running)
         self._way: str = _WAY.check("way", way)
         self._ready: TransformersModel | None = None
+        self._second: MemoryLease | None = None
+        self._is_staging = False
         self._is_done = self._is_open = False
         self._process_id = os.getpid()
 
@@ -103,6 +114,7 @@ class NewWeights:
         Raises:
             InvalidWeights: they are not of the same model, not finite, or written to meanwhile.
             InvalidConfig, MemoryError: they cannot be read, or there is no room; as ``Engine.from_pretrained``.
+            MemoryBudgetExceeded: staged, and the budget, which counts weights, has not room for them twice.
             EngineInUse: in place, another thread is in a call of the engine.
         """
         if self._way == "staged":
@@ -118,8 +130,15 @@ class NewWeights:
         from pagedcore_kernels.cpu.runtime.threads import num_threads_of_torch
 
         self._require_first()
-        with DefaultFloatState(num_threads_of_torch()), usable_torch():
-            self._ready = make_ready(self._backend, weights)
+        self._second, self._is_staging = self._draw_second(), True
+        try:
+            with DefaultFloatState(num_threads_of_torch()), usable_torch():
+                self._ready = make_ready(self._backend, weights)
+        finally:
+            self._is_staging = False
+            # Why: whoever awaits this on another thread may have left.
+            if self._ready is None or not self._is_open:
+                self._drop()
 
     @property
     def is_staged(self) -> bool:
@@ -151,7 +170,9 @@ class NewWeights:
     def close(self) -> None:
         """End the load; what was staged and not committed is dropped. A second call does nothing."""
         if self._is_open:
-            self._is_open, self._ready = False, None
+            self._is_open = False
+            if not self._is_staging:
+                self._drop()
             self._holder.release()
 
     def __exit__(
@@ -182,6 +203,19 @@ class NewWeights:
         self._require_open()
         if self._ready is not None or self._is_done:
             raise InvalidWeights("weights", "a second load", "one load in a context", is_described=True)
+
+    def _draw_second(self) -> MemoryLease | None:
+        try:
+            second: MemoryLease | None = self._engine.components.memory.draw_second()
+            return second
+        except MemoryBudgetExceeded as error:
+            raise MemoryBudgetExceeded(error.asked, error.left, error.total, _NO_ROOM) from None
+
+    def _drop(self) -> None:
+        """Forget what was staged, and give back what was drawn for it."""
+        self._ready = None
+        if self._second is not None:
+            self._second.close()
 
     def _write(self, weights: Weights) -> None:
         """Write weights over the old ones."""

@@ -155,6 +155,14 @@ class SharedEngines(AbstractAsyncContextManager["SharedEngines"]):
         idle_s = [self._clock.now() - one.idle_since_s for one in self._members.values() if not one.num_uses]
         return min([self._idle_s, *(self._idle_s - one for one in idle_s if one < self._idle_s)])
 
+    async def make_room(self) -> bool:
+        """Put the engine to sleep that was not used for longest; return whether there was one that is not used.
+
+        For what else the budget has to have room for, such as a second copy of an engine's weights.
+        """
+        async with self._changing:
+            return await self._put_one_to_sleep()
+
     async def __aenter__(self) -> Self:
         if self._idle_s is not None and self._watching is None:
             self._watching = asyncio.ensure_future(self._watch())

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from pagedcore import Engine, SamplingParams
-from pagedcore.errors import EngineInUse, InvalidWeights, ModelMismatch, WeightsIncomplete
+from pagedcore import Engine, MemoryBudget, SamplingParams
+from pagedcore.errors import EngineInUse, InvalidWeights, MemoryBudgetExceeded, ModelMismatch, WeightsIncomplete
 from pagedcore.models.decoders import fused
 from pagedcore.outputs import WeightsVersion
 from pagedcore.request_options import NO_OPTIONS
@@ -264,6 +264,37 @@ def test_ctrl_c_in_the_middle_leaves_one_version_whole(
     assert answer(engine, DRAWN) == (before if way == "staged" else answer(oracle, DRAWN))
     load(engine, weights)
     assert answer(engine, DRAWN) == answer(oracle, DRAWN)
+
+
+def test_a_second_copy_is_drawn_from_a_budget_that_counts_weights(weights: Tensors) -> None:
+    """Byte by byte, from the load to the end of its context, once; without room for it the old weights stay, and in
+    place it needs none.
+    """
+    budget = MemoryBudget("32MiB", counts_weights=True)
+    with Engine.from_pretrained("demo", kv_cache_memory=budget.share("8MiB")) as engine:
+        left = budget.left_bytes
+        num_bytes = budget.total_bytes - left - engine.stats().kv_bytes
+        with engine.new_weights("1") as new:
+            for _ in range(2):
+                with pytest.raises(InvalidWeights):
+                    new.load(spoilt(weights, "nan"))
+                assert budget.left_bytes == left
+            new.load(weights)
+            assert budget.left_bytes == left - num_bytes
+        assert (budget.left_bytes, engine.weights.label) == (left, "1")
+        before, taken = answer(engine, DRAWN), budget.draw(left - num_bytes + 1)
+        with pytest.raises(MemoryBudgetExceeded, match='way="in_place"'):
+            load(engine, weights, "2")
+        assert (budget.left_bytes, engine.weights.label) == (num_bytes - 1, "1")
+        assert answer(engine, DRAWN) == before
+        load(engine, weights, "2", way="in_place")
+        assert (budget.left_bytes, engine.weights.label) == (num_bytes - 1, "2")
+        taken.close()
+        new = engine.new_weights().__enter__()
+        new.load(weights)
+        new.close()
+        assert (budget.left_bytes, engine.weights.label) == (left, "2")
+    assert budget.left_bytes == budget.total_bytes
 
 
 def test_one_load_at_a_time_and_one_in_a_context(engine: Engine, weights: Tensors) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pagedcore import AsyncEngine, Engine, SamplingParams
+from pagedcore import AsyncEngine, Engine, MemoryBudget, SamplingParams
 from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import EngineInUse, InvalidWeights
+from pagedcore.models import new_weights
 from pagedcore.outputs import WeightsVersion
 
 Tensors = dict[str, torch.Tensor]
@@ -118,3 +120,32 @@ def test_one_load_at_a_time_and_a_cancelled_one_changes_nothing(engine: AsyncEng
         asyncio.run(swap(engine, {}))
     asyncio.run(swap(engine, weights, running="abort"))
     assert engine.weights.number
+
+
+async def test_a_copy_whose_caller_has_left_is_given_back_when_its_thread_ends(
+    weights: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not before, because until then its memory is taken."""
+    may_go, make = threading.Event(), new_weights.make_ready
+
+    def wait(*given: Any) -> Any:
+        may_go.wait(20)
+        return make(*given)
+
+    monkeypatch.setattr(new_weights, "make_ready", wait)
+    budget = MemoryBudget("32MiB", counts_weights=True)
+    with AsyncEngine.from_pretrained("demo", kv_cache_memory=budget.share("8MiB")) as engine:
+        left = budget.left_bytes
+        loading = asyncio.create_task(swap(engine, weights))
+        while budget.left_bytes == left:
+            await asyncio.sleep(0.001)
+        loading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert budget.left_bytes < left
+        may_go.set()
+        while budget.left_bytes < left:
+            await asyncio.sleep(0.001)
+        assert engine.weights == START
+        await swap(engine, weights)
+        assert (budget.left_bytes, engine.weights == START) == (left, False)

@@ -74,6 +74,23 @@ async def test_callers_share_a_wake_and_may_leave_it(
     assert [wake.engine.sleep_level for wake in wakes] == [0]
 
 
+async def test_a_wake_that_waits_for_its_turn_is_left_if_nobody_waits_for_it(
+    four: SharedEngines, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No engine sleeps for it; one that has begun goes on without callers."""
+    may_read, read = threading.Event(), Wake.read
+    monkeypatch.setattr(Wake, "read", lambda wake: (may_read.wait(20), read(wake)))
+    for name in ("a", "b"):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ask(four, name), 0.1)
+    may_read.set()
+    waking = [one.waking for one in four._members.values() if one.waking is not None]
+    assert len(waking) == 2
+    await asyncio.gather(*waking)
+    assert awake(four) == {"a", "d"}
+    assert await ask(four, "b") == expected
+
+
 async def test_what_is_used_does_not_sleep(four: SharedEngines, expected: tuple[int, ...]) -> None:
     """With all others in use a caller is refused, the ledger stays whole, and there is room as soon as one leaves."""
     async with AsyncExitStack() as stack:
@@ -169,8 +186,15 @@ def test_reading_ends_with_its_wake() -> None:
 
 async def test_an_engine_that_cannot_sleep_any_more_stays(four: SharedEngines) -> None:
     """Weights that were given in memory have no files to be read from; another engine makes room."""
-    async with four.use("c") as engine, engine.new_weights() as weights:
-        await weights.load(changed_weights())
+    async with four.use("c") as engine:
+        with pytest.raises(MemoryBudgetExceeded, match="second copy"):
+            async with engine.new_weights() as weights:
+                await weights.load(changed_weights())
+        assert await four.make_room()
+        assert awake(four) == {"c"}
+        async with engine.new_weights() as weights:
+            await weights.load(changed_weights())
+        assert not await four.make_room()
     for name in ("d", "a"):
         await ask(four, name)
     assert awake(four) == {"a", "c"}
@@ -189,7 +213,8 @@ def left_since(before: set[threading.Thread]) -> list[threading.Thread]:
     ({"memory": "64MiB", "kv_cache_memory": "none"}, "kv_cache_memory: got 'none'"),
     ({"memory": "64MiB", "kv_cache_memory": MemoryBudget("1MiB")}, "kv_cache_memory: got a budget"),
     ({"idle_s": 0}, "idle_s: got 0"), ({"models": {}}, "engines: got none"),
-    ({"models": {"a": make_engine().components.runner.backend}}, "engines, a: sleep: got a backend of your own"),
+    ({"models": {"a": make_engine().components.runner.backend}, "idle_s": 9},
+     "engines, a: sleep: got a backend of your own"),
     ({"models": {"a": make_engine().components.runner.backend}, "memory": "64MiB"}, "a budget that counts weights"),
 ], ids=["small", "no size", "no size of pools", "budget", "idle", "none", "toy", "toy in a budget"])
 def test_what_cannot_be_shared_is_refused(given: dict[str, Any], said: str) -> None:
