@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import psutil
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pagedcore import AsyncEngine, MemoryBudget, SharedEngines, engine_metrics
+from pagedcore import AsyncEngine, SharedEngines, engine_metrics
 from pagedcore.errors import InvalidConfig
 from pagedcore_http.drain import DrainSignal
 from pagedcore_http.present_objects import PresentObjects
@@ -56,8 +55,6 @@ BODY_S: Final = 60.0
 CLOSE_LIMIT_S: Final = 5.0
 """Longest wait for a step in flight when an engine is closed, in seconds."""
 DEFAULT_NAME: Final = "pagedcore"
-MEMORY_SHARE: Final = 0.3
-"""Share of free memory that the KV pools of several models take together when nothing is said."""
 _APP_OPTIONS: Final = frozenset({
     "api_keys", "salt_of", "hosts", "max_body_bytes", "max_open_calls", "body_s", "drain_s",
     "metrics", "page", "origins", "max_priority", "weight_of", "recordings", "adapter_roots", "weights_dir",
@@ -240,10 +237,10 @@ def create(
     """Build the engines and the app that owns them, as ``expose("openai", model=...)`` does.
 
     Args:
-        model: what ``AsyncEngine.from_pretrained`` takes, an ``AsyncEngine``, which its owner closes, or a mapping of
-            names to any of these. Several draw equal shares of one ``MemoryBudget``, whose size is ``kv_cache_memory``.
+        model: what ``AsyncEngine.from_pretrained`` takes, or an ``AsyncEngine``, which its owner closes; or a mapping
+            of names to either. Several models draw equal shares of one ``MemoryBudget``.
         name: the name of the one model; ``None``: as it is called on the hub or in the file system.
-        memory, idle_s: as for ``SharedEngines.from_pretrained``, which has the engines if either is given.
+        memory, idle_s: as for ``SharedEngines.from_pretrained``; with either, calls wake the models that they name.
         settings: options of ``openai_app``, and keywords of ``AsyncEngine.from_pretrained`` for each engine.
 
     Raises:
@@ -252,34 +249,19 @@ def create(
     """
     options = {option: settings.pop(option) for option in _APP_OPTIONS & settings.keys()}
     models = model if isinstance(model, Mapping) else {name or _name_of(model): model}
-    if memory is None and len(models) > 1:
-        settings["kv_cache_memory"] = _pools_of(settings).share(1 / len(models))
+    given = {key: one for key, one in models.items() if isinstance(one, AsyncEngine)}
+    may_sleep = memory is not None or idle_s is not None
+    if given and (may_sleep or len(given) < len(models)):
+        raise InvalidConfig("models: got an engine, allowed are models, or engines alone without memory and idle_s.")
+    if given:
+        return openai_app(given, **options)
     with ExitStack() as undo:
-        if memory is not None or idle_s is not None:
-            if any(isinstance(one, AsyncEngine) for one in models.values()):
-                raise InvalidConfig("models: got an engine, allowed are models with memory or idle_s.")
-            shared = SharedEngines.from_pretrained(models, memory=memory, idle_s=idle_s, **settings)
-            undo.callback(shared.close)
-            app = openai_app(shared, owned=[shared], **options)
-            undo.pop_all()
-            return app
-        engines: dict[str, AsyncEngine] = {}
-        for key, one in models.items():
-            if not isinstance(one, AsyncEngine):
-                one = undo.enter_context(AsyncEngine.from_pretrained(one, **settings))
-            one.warm_up().result().raise_for_error()
-            engines[key] = one
-        app = openai_app(engines, owned=[one for key, one in engines.items() if one is not models[key]], **options)
+        shared = SharedEngines.from_pretrained(models, memory=memory, idle_s=idle_s, **settings)
+        undo.callback(shared.close)
+        # Why: what nothing puts to sleep but an admin is woken by nobody else.
+        app = openai_app(shared if may_sleep else shared.engines, owned=[shared], **options)
         undo.pop_all()
     return app
-
-
-def _pools_of(settings: Mapping[str, Any]) -> MemoryBudget:
-    """Return the budget of the KV pools of several models."""
-    config = settings.get("config")
-    memory = settings.get("kv_cache_memory") or (config and config.kv_cache_memory)
-    memory = memory or int(MEMORY_SHARE * psutil.virtual_memory().available)
-    return memory if isinstance(memory, MemoryBudget) else MemoryBudget(memory)
 
 
 def _name_of(model: Any) -> str:

@@ -15,7 +15,9 @@ from typing import Any, Final, Self
 from pagedcore.config.field_rules import invalid_setting, seconds
 from pagedcore.config.limits import MAX_TIMEOUT_S
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, parse_memory
+from pagedcore.engine.kv_memory import DEFAULT_MEMORY_SHARE
 from pagedcore.errors import EngineClosed, EngineInUse, InvalidConfig, InvalidRequest, MemoryBudgetExceeded
+from pagedcore.execution.machine import free_memory_bytes
 from pagedcore.protocols import Clock, MonotonicClock
 from pagedcore.serving.async_engine import AsyncEngine
 
@@ -64,14 +66,14 @@ class SharedEngines(AbstractAsyncContextManager["SharedEngines"]):
             clock: what tells the time.
 
         Raises:
-            InvalidConfig: there is none, ``idle_s`` is out of range, or an engine cannot sleep.
+            InvalidConfig: there is none, ``idle_s`` is out of range, or an engine cannot sleep and ``idle_s`` is given.
         """
         self._idle_s = _IDLE.check("idle_s", idle_s, invalid_setting)
         self._clock: Clock = clock if clock is not None else MonotonicClock()
         self._members = {name: _Member(name, one, self._clock.now()) for name, one in engines.items()}
         if not self._members:
             raise InvalidConfig("engines: got none, needed is at least one.")
-        for member in self._members.values():
+        for member in self._members.values() if idle_s is not None else ():
             _require_sleeper(member)
         self._changing = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
@@ -85,9 +87,10 @@ class SharedEngines(AbstractAsyncContextManager["SharedEngines"]):
 
         Args:
             models: what ``AsyncEngine.from_pretrained`` takes, by name.
-            memory: most bytes of all weights and KV pools together, as for ``MemoryBudget``; ``None``: no limit. The
-                pools of several models get equal shares of ``kv_cache_memory``, by default half of it, so that some of
-                the models are awake together; that of one model gets what its weights leave.
+            memory: most bytes of all weights and KV pools together, as for ``MemoryBudget``; ``None``: no limit, and
+                none has to sleep. The pools of several models get equal shares of ``kv_cache_memory``, by default half
+                of ``memory``, so that some of the models are awake together, or without it a part of what is free;
+                that of one model gets what its weights leave.
             idle_s: as here.
             settings: for each of the engines.
 
@@ -97,17 +100,18 @@ class SharedEngines(AbstractAsyncContextManager["SharedEngines"]):
             RequestFailed: a model fails on its first token.
         """
         _IDLE.check("idle_s", idle_s, invalid_setting)
-        if memory is not None:
+        if memory is not None or len(models) > 1:
             config = settings.get("config")
             pools = settings.get("kv_cache_memory") or (config and config.kv_cache_memory)
             settings["kv_cache_memory"] = _shares(memory, pools, len(models))
         with ExitStack() as undo:
             begun = dict[str, _Member]()
             for name, model in models.items():
-                engine = undo.enter_context(_start(model, settings, begun))
+                engine = undo.enter_context(_start(model, settings, {} if memory is None else begun))
                 begun[name] = _Member(name, engine, 0.0)
                 engine.warm_up().result().raise_for_error()
-                _require_sleeper(begun[name])
+                if memory is not None:
+                    _require_sleeper(begun[name])
             made = cls({name: one.engine for name, one in begun.items()}, idle_s=idle_s)
             undo.pop_all()
         return made
@@ -257,8 +261,12 @@ def _start(model: Any, settings: Mapping[str, Any], others: Mapping[str, _Member
         awake.pop(0).send(lambda engine: engine.sleep(2)).result()
 
 
-def _shares(memory: int | str, kv_memory: Any, num_models: int) -> MemoryBudget | BudgetShare:
+def _shares(memory: int | str | None, kv_memory: Any, num_models: int) -> MemoryBudget | BudgetShare:
     """Return what each engine draws on. Raises ``InvalidConfig``."""
+    if memory is None:
+        pools = kv_memory or int(DEFAULT_MEMORY_SHARE * free_memory_bytes())
+        budget = pools if isinstance(pools, MemoryBudget) else MemoryBudget(pools)
+        return budget.share(budget.total_bytes // num_models)
     budget = MemoryBudget(memory, counts_weights=True)
     if isinstance(kv_memory, MemoryBudget | BudgetShare):
         raise InvalidConfig("kv_cache_memory: got a budget, allowed are bytes or a share, as memory is the budget.")
