@@ -161,7 +161,7 @@ def size_model(
         InvalidConfig: an argument is out of range, there is no such model, or it cannot run here.
     """
     from pagedcore.engine.kv_memory import context_length
-    from pagedcore.engine.state_memory import STATES_PER_ROW
+    from pagedcore.engine.state_memory import num_useful_states
     from pagedcore.execution.machine import free_memory_bytes
     from pagedcore.models.loading import model_name, plan_backend
     from pagedcore.plugins.manager import create_plugin_manager
@@ -180,10 +180,10 @@ def size_model(
     length, in_int8 = context_length(plan.max_model_len, config), _in_int8(layout)
     of_token = _bytes_per_token(layout, is_int8=layout == in_int8)
     num_blocks = sequences * (blocks_per_sequence := -(-length // layout.block_size))
-    pair_bytes, of_states = layout.block_bytes + draft_block, STATES_PER_ROW * plan.state_bytes
-    of_sequence = blocks_per_sequence * pair_bytes + of_states
-    room = max(0, most - plan.weight_bytes - draft_weights - adapter_bytes)
-    num_blocks_that_fit = _fitting_blocks(room - sequences * of_states, pair_bytes, num_blocks)
+    pair_bytes, num_tokens = layout.block_bytes + draft_block, num_blocks * layout.block_size
+    num_states = num_useful_states(sequences, num_tokens, plan.state_bytes, pair_bytes // layout.block_size)
+    of_states, room = num_states * plan.state_bytes, max(0, most - plan.weight_bytes - draft_weights - adapter_bytes)
+    num_blocks_that_fit = _fitting_blocks(room - of_states, pair_bytes, num_blocks)
     return SizeReport(
         model=model_name(model), dtype=str(layout.model_dtype).removeprefix("torch."),
         kv_cache_dtype=kv_cache_dtype, quantization=quantization, max_model_len=plan.max_model_len,
@@ -193,9 +193,9 @@ def size_model(
         bytes_per_token=of_token, padding_bytes=layout.block_bytes - layout.block_size * of_token,
         blocks_per_sequence=blocks_per_sequence, num_blocks=num_blocks, kv_bytes=num_blocks * pair_bytes,
         int8_kv_bytes=None if in_int8 is None else num_blocks * (in_int8.block_bytes + draft_block),
-        bytes_per_state=plan.state_bytes, num_states=STATES_PER_ROW * sequences if plan.state_bytes else 0,
-        state_bytes=sequences * of_states, adapter_bytes=adapter_bytes, memory=most,
-        num_blocks_that_fit=num_blocks_that_fit, num_sequences_that_fit=room // of_sequence,
+        bytes_per_state=plan.state_bytes, num_states=num_states, state_bytes=of_states, adapter_bytes=adapter_bytes,
+        memory=most, num_blocks_that_fit=num_blocks_that_fit,
+        num_sequences_that_fit=room * sequences // (num_blocks * pair_bytes + of_states),
         context_that_fits=min(length, num_blocks_that_fit // sequences * layout.block_size),
         speculative_model=speculative_model, draft_weight_bytes=draft_weights, draft_block_bytes=draft_block,
     )

@@ -58,7 +58,9 @@ class KVMemory:
         self._block_bytes = self._own_bytes + (beside.kv_block_bytes(self.block_size) if beside is not None else 0)
         self._draft_bytes = draft.weight_bytes if draft is not None else 0
         self._length = context_length(backend.max_model_len, config)
-        self.states = StateMemory(backend, config)
+        per_sequence = -(-self._length // self.block_size)
+        num_blocks = config.num_kv_blocks if config.num_kv_blocks is not None else config.max_num_seqs * per_sequence
+        self.states = StateMemory(backend, config, num_blocks * self.block_size, self._block_bytes // self.block_size)
         """The states of the model's recurrent layers, if it has some."""
         self.backends = (backend,) if draft is None else (backend, draft.backend)
         """What has a pool: the model, and one that guesses."""

@@ -1,8 +1,8 @@
 """The memory for states of a model with recurrent layers: how many blocks, and how many sequences may run with them.
 
 States and KV share one budget of bytes. A running sequence takes two blocks, one that it reads and one that it writes;
-as many again keep states from which later requests begin. Where that is more than half of the budget, fewer sequences
-run: neither kind of memory can be all taken by the other.
+as many again keep states from which later requests begin, or more where states are small beside KV. Where that is more
+than half of the budget, fewer sequences run: neither kind of memory can be all taken by the other.
 """
 
 from __future__ import annotations
@@ -25,8 +25,25 @@ LEAST_STATES: Final = 2
 """Of one running sequence: what it reads, and what it writes."""
 STATES_PER_ROW: Final = 2 * LEAST_STATES
 """As many again are kept for those that come."""
+TOKENS_PER_STATE: Final = 128
+"""A state is kept for so many tokens of KV, or for more, so that states take no more than a 16th of its bytes."""
 MOST_SHARE: Final = 0.5
 """Of a budget that KV is in too."""
+
+
+def num_useful_states(num_seqs: int, num_tokens: int, state_bytes: int, token_bytes: int) -> int:
+    """Return how many states serve so many running sequences, with KV of so many tokens in all.
+
+    Args:
+        num_seqs: sequences that run at once.
+        num_tokens: tokens of all KV blocks.
+        state_bytes: of one state; 0 for a model that keeps none.
+        token_bytes: of the KV of a token; 0 for a model without attention.
+    """
+    if not state_bytes:
+        return 0
+    apart = max(TOKENS_PER_STATE, 16 * state_bytes // token_bytes) if token_bytes else num_tokens + 1
+    return LEAST_STATES * num_seqs + max(LEAST_STATES * num_seqs, num_tokens // apart)
 
 
 class StateMemory:
@@ -35,8 +52,8 @@ class StateMemory:
     Invariant: two blocks are there for each sequence that may run.
     """
 
-    def __init__(self, backend: ModelBackend, config: EngineConfig) -> None:
-        """Look at the model.
+    def __init__(self, backend: ModelBackend, config: EngineConfig, most_tokens: int, token_bytes: int) -> None:
+        """Look at the model, whose KV takes ``token_bytes`` for each of ``most_tokens`` at most.
 
         Raises:
             InvalidConfig: a setting asks for what states cannot do.
@@ -45,7 +62,7 @@ class StateMemory:
         self.state_bytes = self._backend.state_bytes if self._backend is not None else 0
         """Of one block; 0: there are none."""
         self.num_states = 0
-        self._wanted = config.max_num_seqs
+        self._wanted, self._most_tokens, self._token_bytes = config.max_num_seqs, most_tokens, token_bytes
         if self._backend is not None and config.host_kv_memory is not None:
             raise InvalidConfig(
                 "host_kv_memory: got a size, allowed is None for a model with recurrent layers: its states are not "
@@ -81,7 +98,9 @@ class StateMemory:
             raise InvalidConfig(
                 f"{what}: got {num_bytes} bytes, allowed is at least {least} for this model: {LEAST_STATES} states of "
                 f"{self.state_bytes} bytes" + (", and as much for KV." if has_kv else "."))
-        self.num_states = min(STATES_PER_ROW * self._wanted, room // self.state_bytes)
+        num_tokens = min(self._most_tokens, num_bytes // self._token_bytes) if has_kv else self._most_tokens
+        useful = num_useful_states(self._wanted, num_tokens, self.state_bytes, self._token_bytes)
+        self.num_states = min(useful, room // self.state_bytes)
         return num_bytes - self.num_bytes
 
     def allocate(self) -> None:

@@ -3,7 +3,8 @@
 A state can be found only at a position where a row ended. One is worth its memory, and the step that a cut costs, where
 prompts part that are known: those that wait now, and those whose blocks are cached. The last full block of a prompt is
 such a place too, as its next turn begins with it. Everything here follows from queue and cache, so a plan that is made
-again is the same. Source of the second rule: Marconi's admission by what was seen twice (Pan et al. 2024).
+again is the same. Source of the second rule: Marconi's admission by what was seen twice (Pan et al. 2024). Long prompts
+leave some states on their way too, for who comes later and parts there: as many as there is memory for.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from pagedcore.sequence import Sequence
 
 LEAST_SAVED: Final = 128
 """Tokens that a state has to save, of all that are known to begin from it, to be worth a cut."""
+LEAST_APART: Final = 2
+"""Times as many tokens lie between the states that a long prompt leaves on its way, at least."""
 NUM_COMPARED: Final = 256
 """Waiting sequences whose prompts are compared; those behind them have their turn when they are nearer."""
 
@@ -91,9 +94,20 @@ class HybridPlanState(PlanState):
             if num_behind is None:
                 break
             found[place] += num_behind > 1 or further is None
-        last = (sequence.num_prompt_tokens - 1) // self.blocks.block_size
-        found[last] += first < last <= len(keys) and sequence.hidden_from is None
+        if sequence.hidden_from is None:
+            last, apart = (sequence.num_prompt_tokens - 1) // self.blocks.block_size, self._blocks_apart()
+            found[last] += first < last <= len(keys)
+            found.update(range(first // apart * apart + apart, len(keys) + 1, apart))
         return +found
+
+    def _blocks_apart(self) -> int:
+        """Return how many blocks lie between the states that a prompt leaves on its way: half of the states that no
+        running sequence needs are enough for that, all over the pool.
+        """
+        blocks = self.blocks
+        assert isinstance(blocks, HybridBlocks)  # Invariant: asked before
+        num_kept = max(1, blocks.states.num_states - 2 * self.rules.max_num_seqs)
+        return max(-(-LEAST_APART * LEAST_SAVED // blocks.block_size), -(-2 * blocks.num_blocks // num_kept))
 
     def _survey(self) -> Counter[bytes]:
         if self._passing is None:

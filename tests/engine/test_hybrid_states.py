@@ -66,17 +66,28 @@ def test_a_shared_prefix_is_computed_once(block_size: int) -> None:
     hybrid = computed_tokens(engine, prompts)
     assert dense == 2000 + 32 * (300 + 3)
     assert hybrid == dense + {16: 0, 32: 31 * 16}[block_size] <= 1.05 * dense
-    assert engine.stats().num_states_kept == 1 + 2 * 32
+    assert engine.stats().num_states_kept == 1 + 7 + 2 * 32
 
 
-def test_requests_that_come_one_by_one_learn_where_they_part() -> None:
-    """A prefix that nobody knew to be one is computed for the second request and found by the third."""
-    engine, counts = make_engine(ToyHybrid(), **SIZES), []
+class LargeStates(ToyHybrid):
+    """A toy whose states take as much memory as the KV of 256 tokens."""
+
+    state_bytes = 4096
+
+
+@pytest.mark.parametrize(("kind", "counts"), [
+    (LargeStates, [1003, 1003, 203, 203]), (ToyHybrid, [1003, 235, 235, 235]),
+])
+def test_requests_that_come_one_by_one_learn_where_they_part(kind: type[ToyHybrid], counts: list[int]) -> None:
+    """A prefix that nobody knew to be one is computed for the second request and found by the third; small states are
+    left every 256 tokens, so that the second one finds one of them.
+    """
+    engine, found = make_engine(kind(), **SIZES), []
     for prompt in prompts_behind(800, 200, 4):
         before = engine.stats().num_computed_tokens
         computed_tokens(engine, [prompt])
-        counts.append(engine.stats().num_computed_tokens - before)
-    assert counts == [1003, 1003, 203, 203]
+        found.append(engine.stats().num_computed_tokens - before)
+    assert found == counts
 
 
 def test_a_turn_begins_where_the_last_one_ended() -> None:
