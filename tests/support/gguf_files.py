@@ -221,6 +221,11 @@ _OF_FAMILY = {
         "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm",
     },
     "gpt_oss": {"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
+    "qwen3_5_text": {
+        "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    },
     "lfm2": {
         "operator_norm": "attn_norm", "ffn_norm": "ffn_norm", "self_attn.out_proj": "attn_output",
         "self_attn.q_layernorm": "attn_q_norm", "self_attn.k_layernorm": "attn_k_norm", "feed_forward.w1": "ffn_gate",
@@ -233,9 +238,13 @@ _OTHERS = {
     "model.embed_tokens_per_layer": "per_layer_token_embd", "model.per_layer_model_projection": "per_layer_model_proj",
     "model.per_layer_projection_norm": "per_layer_proj_norm", "model.embedding_norm": "token_embd_norm",
 }
+_OF_FAMILY["qwen3_5_moe_text"] = _OF_FAMILY["qwen3_5_text"] | {
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp", "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp", "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+}
 #: llama.cpp's names of architectures that transformers calls otherwise.
 _ARCHITECTURES = {"gpt_oss": "gpt-oss", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "qwen3_moe": "qwen3moe",
-                  "ministral3": "mistral3"}
+                  "ministral3": "mistral3", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
 _TURNED = ("llama", "granite", "ministral3")
 
 
@@ -252,6 +261,8 @@ def _pieces(name: str, family: str, numbers: Any) -> list[tuple[str, Any]]:
     """Return the names that files have for a parameter, with the part of it that each is."""
     if name.endswith(".layer_scalar"):
         return [(f"blk.{name.split('.')[2]}.layer_output_scale.weight", numbers)]
+    if name.endswith((".A_log", ".dt_bias")):
+        return [(f"blk.{name.split('.')[2]}.{'ssm_a' if name.endswith('.A_log') else 'ssm_dt.bias'}", numbers)]
     if name.endswith(".sinks"):
         return [(f"blk.{name.split('.')[2]}.attn_sinks.weight", numbers)]
     if family == "gpt_oss" and ".experts." in name:
@@ -283,6 +294,34 @@ def _permuted(numbers: Array, head_size: int) -> Array:
 def _unpermuted(numbers: Array, head_size: int) -> Array:
     pairs = numbers.reshape(-1, head_size // 2, 2, *numbers.shape[1:])
     return pairs.swapaxes(1, 2).reshape(numbers.shape)
+
+
+def _grouped(numbers: Array, config: Any, size: int, first: int = 0) -> Array:
+    """Return rows behind the ``first`` ones in the model's order: value heads of one key head are side by side, where
+    files have the first one of every key head, then the second ones."""
+    groups = config.linear_num_key_heads
+    tiled = numbers[first:].reshape(-1, groups, size, *numbers.shape[1:])
+    return np.concatenate((numbers[:first], tiled.swapaxes(0, 1).reshape(-1, *numbers.shape[1:])))
+
+
+def _of_delta_rule(name: str, numbers: Array, config: Any) -> Array:
+    """Return what the model has of a tensor that Qwen3.5's file has so."""
+    size, last = config.linear_value_head_dim, name.rpartition("linear_attn.")[2]
+    num_keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+    match last.removesuffix(".weight"):
+        case "A_log":
+            return _grouped(np.log(-numbers), config, 1)
+        case "dt_bias" | "in_proj_a" | "in_proj_b":
+            return _grouped(numbers, config, 1)
+        case "in_proj_z":
+            return _grouped(numbers, config, size)
+        case "in_proj_qkv" | "conv1d":
+            return _grouped(numbers, config, size, num_keys)
+        case "out_proj":
+            return _grouped(numbers.T, config, size).T
+        case "norm" if "linear_attn" in name:
+            return numbers
+    return numbers - np.float32(1) if name.endswith("norm.weight") else numbers
 
 
 def metadata_of(config: Any, **more: Any) -> dict[str, Any]:
@@ -341,6 +380,18 @@ def _fields_of_family(config: Any) -> dict[str, Any]:
                     "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
         case "ministral3":
             return {"attention.temperature_scale": float(config.rope_parameters["llama_4_scaling_beta"])}
+        case "qwen3_5_text" | "qwen3_5_moe_text":
+            heads = config.linear_num_value_heads
+            of_experts = {} if config.model_type == "qwen3_5_text" else {
+                "expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok,
+                "expert_feed_forward_length": config.moe_intermediate_size, "feed_forward_length": None,
+                "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+            }
+            return {**of_experts, "attention.value_length": config.head_dim, "rope.dimension_count": turned,
+                    "rope.dimension_sections": [11, 11, 10, 0], "ssm.conv_kernel": config.linear_conv_kernel_dim,
+                    "ssm.state_size": config.linear_key_head_dim, "ssm.group_count": config.linear_num_key_heads,
+                    "ssm.time_step_rank": heads, "ssm.inner_size": heads * config.linear_value_head_dim,
+                    "full_attention_interval": config.layer_types.index("full_attention") + 1}
         case "glm4":
             return {"rope.dimension_count": turned}
         case "lfm2":
@@ -384,7 +435,9 @@ MIXED = ("q4_k", "q4_k", "q6_k")
 _MEANT: dict[str, dict[str, Any]] = {"gemma3_text": {"layer_types": None, "query_pre_attn_scalar": 64},
                                      "gemma4_text": {"hidden_size_per_layer_input": 256},
                                      "gpt_oss": {"attention_bias": True, "intermediate_size": 256},
-                                     "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 256}}
+                                     "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 256},
+                                     "qwen3_5_moe_text": {"moe_intermediate_size": 256,
+                                                          "shared_expert_intermediate_size": 256}}
 SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
                          "num_key_value_heads": 2}
 
@@ -400,31 +453,33 @@ def write_model(
         family: architecture.
         kinds: types of matrices, in turn.
         metadata: more of them, or others.
-        more_tensors: that the model does not have.
+        more_tensors: that the model does not have, or in the place of its own.
         kinds_of_experts: types of gates and of what they open, in turn, in the place of those of the matrix of both.
         **changes: of the configuration.
     """
     import torch
 
-    windows = {"use_sliding_window": False, "sliding_window": None} if family.startswith("qwen") else {}
+    has_windows = family.startswith("qwen") and not family.startswith("qwen3_5")
+    windows = {"use_sliding_window": False, "sliding_window": None} if has_windows else {}
     model = tiny_model(family, **{**SIZES, **windows, **_MEANT.get(family, {}), **changes})
     if family == "gemma4_text":
         model.config.allow_global_per_layer_attribute_access = True  # what is read below is that of layers with windows
     if not hasattr(model.config, "head_dim"):
         model.config.head_dim = model.config.hidden_size // model.config.num_attention_heads
-    rng, tensors = np.random.default_rng(0), {**_turning(model.config), **(more_tensors or {})}
+    rng, tensors = np.random.default_rng(0), _turning(model.config)
     for number, (name, parameter) in enumerate(model.state_dict(keep_vars=True).items()):
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         # Shape: files leave out the middle dimension of a convolution.
-        data = parameter.data.squeeze(1) if parameter.ndim == 3 and ".conv." in name else parameter.data
+        data = parameter.data.squeeze(1) if parameter.ndim == 3 and ".conv" in name else parameter.data
         for place, (own, piece) in enumerate(_pieces(name, family, data)):
             kind = kinds[number % len(kinds)]
             if kinds_of_experts and ".experts." in name:
                 kind = kinds_of_experts[place]
             tensors[own], numbers = _tensor(rng, name, tuple(piece.shape), kind, model.config)
+            numbers = _of_delta_rule(name, numbers, model.config) if family.startswith("qwen3_5") else numbers
             piece.copy_(torch.from_numpy(np.ascontiguousarray(numbers)))
-    write_gguf(path, metadata_of(model.config, **(metadata or {})), tensors)
+    write_gguf(path, metadata_of(model.config, **(metadata or {})), {**tensors, **(more_tensors or {})})
     return model.float().eval()
 
 
@@ -434,10 +489,12 @@ def _tensor(
     """Return a tensor of random blocks or numbers as a file has it, and its numbers as the model has them."""
     is_turned = config.model_type in _TURNED and (".q_proj" in name or ".k_proj" in name)
     if len(shape) == 1:
-        numbers = rng.normal(1.0 if "norm" in name or "scalar" in name else 0.0, 0.1, shape).astype(np.float32)
+        mean = 1.0 if "norm" in name or "scalar" in name else -1.0 if name.endswith(".A_log") else 0.0
+        numbers = rng.normal(mean, 0.1, shape).astype(np.float32)
         tensor = floats("f32", _permuted(numbers, config.head_dim) if is_turned else numbers)
         return tensor, numbers - np.float32(config.model_type == "gemma3_text" and "norm" in name)
-    is_number = name.endswith((".gate.weight", ".router.weight", "_bias", ".conv.conv.weight"))
+    is_number = name.endswith((
+        ".gate.weight", "_expert_gate.weight", ".router.weight", "_bias", ".conv.conv.weight", ".conv1d.weight"))
     if kind in QUANTISED and not is_number:
         rows = random_blocks(rng, kind, (int(np.prod(shape[:-1])), shape[-1]))
         tensor = Tensor(kind, shape, rows.content)

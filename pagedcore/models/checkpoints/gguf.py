@@ -52,7 +52,6 @@ _NAMES: Final = {
     "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 _LAYER: Final = re.compile(r"model\.layers\.(\d+)\.(.+)")
-_IS_ROTATED: Final = re.compile(r"\.[qk]_proj\.")
 _EXPERT: Final = re.compile(r"(mlp\.experts)\.(\d+)(\..+)")
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _ENDS: Final = ("eos", "eot", "eom")
@@ -124,11 +123,10 @@ class GGUF:
         kind, rows = self._rows(name, shape)
         if kind.dtype is None:
             raise refusal(f"{own[0]} is of the type {kind.name}, and no matrix of a linear layer")
-        order = self._order(name, shape[0])
+        order, columns = self._orders(name, shape[0])
         numbers = rows.view(kind.dtype).view(shape)
-        if self._architecture.norm_offset and name.endswith("norm.weight"):
-            return numbers.float() - self._architecture.norm_offset
-        return numbers if order is None else numbers[order]
+        numbers = numbers if order is None else numbers[order]
+        return self._architecture.numbers(name, numbers if columns is None else numbers[..., columns])
 
     def weight(self, files: Any, name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight | None:
         """Return the weight of a layer by its name, or ``None`` if the file holds it as numbers.
@@ -139,8 +137,14 @@ class GGUF:
         kind, rows = self._rows(f"{name}.weight", shape)
         if kind.decode is None:
             return None
-        order = self._order(f"{name}.weight", shape[0])
-        return _stored(kind, [rows], shape, dtype, lambda: kind.weight(rows if order is None else rows[order], name))
+        order, columns = self._orders(f"{name}.weight", shape[0])
+        groups = None if columns is None else _groups(columns, kind, name)
+
+        def read() -> QuantizedWeight:
+            weight = kind.weight(rows if order is None else rows[order], name)
+            return weight if groups is None or columns is None else _with_columns(weight, columns, groups)
+
+        return _stored(kind, [rows], shape, dtype, read)
 
     def numbers(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor's numbers: mapped, as ``expect``, or decoded from blocks to float32 and rounded to ``dtype``,
@@ -152,13 +156,13 @@ class GGUF:
         kind, rows = self._rows(name, shape)
         if kind.decode is None:
             return self.expect(name, shape)
-        order, numbers = self._order(name, shape[0]), torch.empty(shape, dtype=dtype)
+        (order, columns), numbers = self._orders(name, shape[0]), torch.empty(shape, dtype=dtype)
         at_once = max(1, _AT_ONCE // shape[-1])
         for start in range(0, len(rows), at_once):
             some = slice(start, start + at_once)
             numbers[some] = kind.weight(rows[some] if order is None else rows[order[some]], name).numbers()
         FileMappings().free_pages(rows)
-        return numbers
+        return numbers if columns is None else numbers[:, columns]
 
     def replace_embedding(
         self, name: str, module: nn.Embedding, dtype: torch.dtype, own_rows: torch.Tensor | None = None
@@ -265,10 +269,14 @@ class GGUF:
         return {LONG, SHORT} if is_long else {FACTORS} if has_factors else set()
 
     def _unused(self) -> set[str]:
-        """Return the tensors of layers that read the keys and values of another one; files may have them."""
+        """Return the tensors of layers that read the keys and values of another one, and of layers that only guess;
+        files may have them.
+        """
         count = self.fields["num_hidden_layers"]
         layers = range(count - self.fields.get("num_kv_shared_layers", 0), count)
-        return {f"blk.{layer}.{name}.weight" for layer in layers for name in ("attn_k", "attn_v", "attn_k_norm")}
+        guessing = tuple(f"blk.{layer}." for layer in range(count, self._given.size("block_count")))
+        unused = {f"blk.{layer}.{name}.weight" for layer in layers for name in ("attn_k", "attn_v", "attn_k_norm")}
+        return unused | {name for name in self._file.tensors if name.startswith(guessing)}
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> tuple[BlockType, torch.Tensor]:
         """Return a tensor's type and bytes [rows, bytes of a row]."""
@@ -292,12 +300,10 @@ class GGUF:
             raise refusal(f"{own} is of the type {kind.name}, needed are numbers")
         return rows.view(kind.dtype).view(shape)
 
-    def _order(self, name: str, num_outputs: int) -> torch.Tensor | None:
-        """Return the rows of a tensor in transformers' order; ``None``: they are."""
-        if not self._architecture.turns_rows or not _IS_ROTATED.search(name):
-            return None
-        pairs = torch.arange(num_outputs).view(-1, self.fields["head_dim"] // 2, 2)
-        return pairs.transpose(1, 2).flatten()
+    def _orders(self, name: str, num_outputs: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the file's rows and columns of a tensor in transformers' order; ``None``: they are."""
+        architecture = self._architecture
+        return architecture.rows(self.fields, name, num_outputs), architecture.columns(self.fields, name)
 
     def _fields(self) -> dict[str, Any]:
         given, architecture, tensors = self._given, self._architecture, self._file.tensors
@@ -309,7 +315,12 @@ class GGUF:
         # Safety: a number of layers that the file does not have is found before anything of that size is made.
         if (count := given.size("block_count")) > len(tensors):
             raise refusal(f"its block_count is {count}, with {len(tensors)} tensors")
-        fields: dict[str, Any] = {own: self._first(name, count) for name, own in _SIZES.items()}
+        # Why: of a model whose layers are all mixtures, files may say no other width.
+        inner = given.get("expert_feed_forward_length")
+        fields: dict[str, Any] = {
+            own: self._first(name, count, inner if name == "feed_forward_length" else None)
+            for name, own in _SIZES.items()
+        }
         heads, hidden = fields["num_attention_heads"], fields["hidden_size"]
         fields["num_key_value_heads"] = kv_heads = self._first("attention.head_count_kv", count, heads)
         fields["head_dim"] = head = given.size("attention.key_length", hidden // heads)
@@ -343,7 +354,8 @@ class GGUF:
     def _num_turned(self, head: int) -> int:
         """Return how many numbers of a head angles turn."""
         count = self._given.size("rope.dimension_count", head)
-        if count != head and (count % 2 or count > head or not self._architecture.may_turn_parts):
+        is_part = self._architecture.may_turn_parts and count % 2 == 0 and int(head * (count / head)) == count <= head
+        if count != head and not is_part:
             raise refusal(f"its rope.dimension_count is {count}, and its heads are of {head}")
         return count
 
@@ -365,6 +377,25 @@ def _stored(
         scheme_of(kind.bits), shape, dtype, shape[1] // kind.size * kind.num_groups, tensors, read,
         has_least=kind.has_least, has_halves=kind.has_halves, codebook=kind.codebook,
     )
+
+
+def _groups(columns: torch.Tensor, kind: BlockType, name: str) -> torch.Tensor:
+    """Return the file's group of each group of a matrix whose columns are the file's ``columns``.
+
+    Raises:
+        ModelNotSupported: columns of one group are in several of the file.
+    """
+    size = kind.size // kind.num_groups
+    groups = columns.view(-1, size) if len(columns) % size == 0 else columns[:0].view(0, size)
+    if not len(groups) or not torch.equal(groups[:, :1] // size * size + torch.arange(size), groups):
+        raise refusal(f"{name} is of the type {kind.name}, and its heads are no whole groups of {size} numbers")
+    return groups[:, 0] // size
+
+
+def _with_columns(weight: QuantizedWeight, columns: torch.Tensor, groups: torch.Tensor) -> QuantizedWeight:
+    """Return a weight with its columns, and the groups of them, in another order."""
+    zeros = None if weight.zeros is None else weight.zeros[:, groups]
+    return replace(weight, values=weight.values[:, columns], scales=weight.scales[:, groups], zeros=zeros)
 
 
 def _alternating(kind: BlockType, parts: Sequence[torch.Tensor], name: str) -> QuantizedWeight:

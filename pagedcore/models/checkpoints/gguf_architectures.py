@@ -6,12 +6,22 @@ Owns the one table of them. What all have in common, and how a file is read, is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import torch
+
 from pagedcore.models.checkpoints.gguf_gemma4 import fields_of_gemma4
 from pagedcore.models.checkpoints.gguf_metadata import Metadata
+from pagedcore.models.checkpoints.gguf_qwen35 import (
+    GUESSING,
+    columns_of_qwen35,
+    fields_of_qwen35,
+    numbers_of_qwen35,
+    rows_of_qwen35,
+)
 
 _EVERYWHERE: Final = {
     "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
@@ -29,6 +39,25 @@ _GPT_OSS: Final = {
     "self_attn.sinks": ("attn_sinks.weight",), GATE_UP: ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     f"{GATE_UP}_bias": ("ffn_gate_exps.bias", "ffn_up_exps.bias"), _DOWN: ("ffn_down_exps.weight",),
     f"{_DOWN}_bias": ("ffn_down_exps.bias",),
+}
+_IS_ROTATED: Final = re.compile(r"\.[qk]_proj\.")
+_OF_EXPERTS: Final = {
+    "mlp.gate": "ffn_gate_inp", "mlp.experts.gate_proj": "ffn_gate_exps", "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+}
+_ENTRIES_OF_EXPERTS: Final = frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"})
+_QWEN35: Final[dict[str, Any]] = {
+    "names": {
+        **_EVERYWHERE, "post_attention_layernorm": "post_attention_norm", "linear_attn.in_proj_qkv": "attn_qkv",
+        "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha", "linear_attn.in_proj_b": "ssm_beta",
+        "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm", "linear_attn.out_proj": "ssm_out",
+    },
+    "tensors": {"linear_attn.A_log": ("ssm_a",), "linear_attn.dt_bias": ("ssm_dt.bias",)},
+    "rows": rows_of_qwen35, "columns": columns_of_qwen35, "numbers": numbers_of_qwen35, "has_bias_field": False,
+    "may_turn_parts": True, "metadata": frozenset({
+        "attention.recurrent_layers", "full_attention_interval", "rope.dimension_sections", "ssm.conv_kernel",
+        "ssm.group_count", "ssm.inner_size", "ssm.state_size", "ssm.time_step_rank", GUESSING,
+    }),
 }
 _LOCAL_BASE: Final = 10000.0
 _PATTERN: Final = 6
@@ -50,10 +79,12 @@ class Architecture:
     """Entries besides those of all architectures."""
     fields: Callable[[Metadata, dict[str, Any]], dict[str, Any]] = lambda given, fields: {}
     """``(metadata, fields of all) -> more fields, or others``."""
-    turns_rows: bool = False
-    """Whether rows of query and key alternate between the halves of a head."""
-    norm_offset: float = 0.0
-    """What the file's weights of norms are more than transformers'."""
+    rows: Callable[[Mapping[str, Any], str, int], torch.Tensor | None] = lambda fields, name, count: None
+    """``(fields, name, number of rows) -> the file's row of each of a tensor's``; ``None``: they are in its order."""
+    columns: Callable[[Mapping[str, Any], str], torch.Tensor | None] = lambda fields, name: None
+    """``(fields, name) -> the file's column of each of a matrix's``; ``None``: as of rows."""
+    numbers: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, numbers: numbers
+    """``(name, what the file has) -> what the tensor has``, of those that are no blocks."""
     has_bias_field: bool = True
     """Whether the configuration says that queries, keys and values have biases."""
     may_turn_parts: bool = False
@@ -76,6 +107,17 @@ class Architecture:
         return GATE_UP in self.tensors
 
 
+def _alternating_halves(fields: Mapping[str, Any], name: str, count: int) -> torch.Tensor | None:
+    """Rows of query and key alternate between the halves of a head in files."""
+    if not _IS_ROTATED.search(name):
+        return None
+    return torch.arange(count).view(-1, fields["head_dim"] // 2, 2).transpose(1, 2).flatten()
+
+
+def _norms_without_one(name: str, numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.float() - 1.0 if name.endswith("norm.weight") else numbers
+
+
 def _qwen3moe(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
     count, used = given.size("expert_count"), given.size("expert_used_count")
     inner = fields["intermediate_size"]
@@ -83,6 +125,17 @@ def _qwen3moe(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
         "num_experts": count, "num_experts_per_tok": given.at_most("expert_used_count", used, count),
         "moe_intermediate_size": given.size("expert_feed_forward_length", max(1, inner // used)),
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }
+
+
+def _qwen35moe(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
+    count, used = given.size("expert_count"), given.size("expert_used_count")
+    inner = given.size("expert_feed_forward_length")
+    return {
+        "num_experts": count, "num_experts_per_tok": given.at_most("expert_used_count", used, count),
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": given.size("expert_shared_feed_forward_length", inner),
+        **fields_of_qwen35(given, fields),
     }
 
 
@@ -159,18 +212,16 @@ def _lfm2(given: Metadata, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 ARCHITECTURES: Final[Mapping[str, Architecture]] = {
-    "llama": Architecture(model_type="llama", turns_rows=True),
+    "llama": Architecture(model_type="llama", rows=_alternating_halves),
     "qwen2": Architecture(model_type="qwen2", has_bias_field=False),
     "qwen3": Architecture(model_type="qwen3"),
     "qwen3moe": Architecture(
         model_type="qwen3_moe", names={
-            **_EVERYWHERE, "mlp.gate": "ffn_gate_inp", "mlp.experts.gate_proj": "ffn_gate_exps",
-            "mlp.experts.up_proj": "ffn_up_exps", "mlp.experts.down_proj": "ffn_down_exps",
-        }, fields=_qwen3moe, has_experts=True,
-        metadata=frozenset({"expert_count", "expert_used_count", "expert_feed_forward_length"}),
+            **_EVERYWHERE, **_OF_EXPERTS,
+        }, fields=_qwen3moe, has_experts=True, metadata=_ENTRIES_OF_EXPERTS,
     ),
     "gemma3": Architecture(
-        model_type="gemma3_text", names={**_EVERYWHERE, **_AROUND}, fields=_gemma3, norm_offset=1.0,
+        model_type="gemma3_text", names={**_EVERYWHERE, **_AROUND}, fields=_gemma3, numbers=_norms_without_one,
         has_bias_field=False,
         metadata=frozenset({"attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa",
                             "final_logit_softcapping"}),
@@ -199,11 +250,11 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
                                "expert_feed_forward_length"}),
     ),
     "granite": Architecture(
-        model_type="granite", fields=_granite, turns_rows=True,
+        model_type="granite", fields=_granite, rows=_alternating_halves,
         metadata=frozenset({"attention.scale", "embedding_scale", "residual_scale", "logit_scale"}),
     ),
     "mistral3": Architecture(
-        model_type="ministral3", fields=_mistral3, turns_rows=True, has_bias_field=False,
+        model_type="ministral3", fields=_mistral3, rows=_alternating_halves, has_bias_field=False,
         metadata=frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"}),
     ),
     "lfm2": Architecture(
@@ -217,6 +268,14 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
         by_layer=frozenset({"attention.head_count_kv"}), skips_attention=True,
         metadata=frozenset({"shortconv.l_cache"}),
     ),
+    "qwen35": Architecture(model_type="qwen3_5_text", fields=fields_of_qwen35, **_QWEN35),
+    "qwen35moe": Architecture(model_type="qwen3_5_moe_text", fields=_qwen35moe, has_experts=True, **{
+        **_QWEN35, "names": {
+            **_QWEN35["names"], **_OF_EXPERTS, "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+            "mlp.shared_expert.up_proj": "ffn_up_shexp", "mlp.shared_expert.down_proj": "ffn_down_shexp",
+            "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+        }, "metadata": _QWEN35["metadata"] | _ENTRIES_OF_EXPERTS | {"expert_shared_feed_forward_length"},
+    }),
     "glm4": Architecture(
         model_type="glm4", names={
             **_EVERYWHERE, **_FUSED, "post_self_attn_layernorm": "post_attention_norm",

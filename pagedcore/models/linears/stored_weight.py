@@ -31,8 +31,9 @@ def refusal(found: str) -> ModelNotSupported:
         f"model: its files cannot be loaded here: {found[:400]}. Supported are, beside floating numbers, "
         "compressed-tensors (W8A8 with dynamic activations, W4A16 and W8A16 packed, FP8), FP8 in blocks, GPTQ with 4 "
         "or 8 bits, AWQ with 4 bits, bitsandbytes with 8 bits, nf4 or fp4, MXFP4 of experts as gpt-oss has it, and "
-        "GGUF of the architectures gemma3, glm4, gpt-oss, granite, llama, mistral3, phi3, qwen2, qwen3 and qwen3moe "
-        "with q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, iq4_xs and mxfp4."
+        "GGUF of the architectures gemma3, gemma4, glm4, gpt-oss, granite, lfm2, llama, mistral3, phi3, qwen2, qwen3, "
+        "qwen35, qwen35moe and qwen3moe with q4_0, q4_1, q5_0, q5_1, q8_0, q2_k, q3_k, q4_k, q5_k, q6_k, iq4_nl, "
+        "iq4_xs and mxfp4."
     )
 
 

@@ -42,6 +42,11 @@ GEMMA_4_DENSE: dict[str, Any] = {
         "full_attention": {"rope_type": "proportional", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
 }
+#: Qwen3.5 with two value heads for each key head, whose groups are parts of a block.
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}
 FACTORS = {"short_factor": [1.0 + number / 50 for number in range(24)], "long_factor": [2.0] * 24}
 #: Angles of Phi-4-mini, of three quarters of a head; one of the prompts is longer than the original context.
 LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **FACTORS,
@@ -73,6 +78,10 @@ OSS: dict[str, Any] = {**YARN, "beta_fast": 0.5, "beta_slow": 0.1, "truncate": F
     ("lfm2", ("q4_k", "q6_k"), {}, {"layer_types": ["conv", "full_attention"], "head_dim": 64, "conv_bias": False}),
     ("lfm2", ("q8_0", "q5_0"), {}, {
         "layer_types": ["full_attention", "conv"], "conv_bias": True, "tie_word_embeddings": True}),
+    ("qwen3_5_text", ("q4_k", "q6_k", "q8_0"), {}, DELTA),
+    ("qwen3_5_text", ("q5_0", "q4_1"), {}, {**DELTA, "linear_num_value_heads": 6, "tie_word_embeddings": True}),
+    ("qwen3_5_moe_text", ("q4_k", "q5_k", "q8_0"), {}, DELTA),
+    ("qwen3_5_text", ("bf16",), {}, {**DELTA, "linear_num_key_heads": 4}),
     ("qwen3", ("q4_k",), {}, {"rope_parameters": YARN, **SHORT_CONTEXT}),
 ])  # fmt: skip
 def test_a_model_computes_its_numbers(
@@ -81,7 +90,8 @@ def test_a_model_computes_its_numbers(
     """Log-probabilities are those of transformers with the format's numbers, to float32's rounding, by the fused
     decoder where it knows the architecture."""
     model = write_model(tmp_path / "model.gguf", family, kinds, **more, **{**SMALL, **changes})
-    actual = scores_of(tmp_path, must_fuse=family not in ("gemma4_text", "ministral3", "glm4", "gpt_oss"))
+    actual = scores_of(tmp_path, must_fuse=family not in (
+        "gemma4_text", "ministral3", "glm4", "gpt_oss", "qwen3_5_moe_text"))
     assert np.abs(actual - scores_of_transformers(model)).max() < 1e-4
 
 
@@ -142,6 +152,29 @@ def test_files_of_gemma_4_say_more_than_they_need(tmp_path: Path) -> None:
     assert diagnosis(str(path))["sampling"].endswith(f": suppress_tokens ({said},)")
 
 
+def test_layers_that_guess_are_not_read(tmp_path: Path) -> None:
+    """Files of Qwen3.5 have a last layer that guesses tokens further on, and may say which layers are recurrent."""
+    metadata = {"qwen35.block_count": 3, "qwen35.nextn_predict_layers": 1, "qwen35.full_attention_interval": 2**31 - 1,
+                "qwen35.attention.recurrent_layers": [True, False, False]}
+    more = {"blk.2.nextn.eh_proj.weight": floats("f32", np.full((8, 16), np.nan)),
+            "blk.2.attn_norm.weight": floats("f32", np.full(256, np.nan))}
+    model = write_model(tmp_path / "model.gguf", "qwen3_5_text", ("q8_0",), metadata, more, **SMALL, **DELTA)
+    assert np.abs(scores_of(tmp_path) - scores_of_transformers(model)).max() < 1e-4
+    metadata["qwen35.nextn_predict_layers"] = 0
+    write_model(tmp_path / "model.gguf", "qwen3_5_text", ("q8_0",), metadata, more, **SMALL, **DELTA)
+    with pytest.raises(ModelNotSupported, match=r"blk\.2\."):
+        scores_of(tmp_path)
+
+
+def test_heads_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
+    """Inputs of the output matrix lie in another order in files, and a scale of theirs is one of 32."""
+    path = str(tmp_path / "model.gguf")
+    heads = {**DELTA, "linear_value_head_dim": 16}
+    write_model(tmp_path / "model.gguf", "qwen3_5_text", ("q8_0",), **SMALL, **heads)
+    with pytest.raises(ModelNotSupported, match=r"is of the type q8_0, and its heads are no whole groups of 32"):
+        load_stored(path, stored_format(path), torch.float32, trust_remote_code=False)  # type: ignore[arg-type]
+
+
 def test_mistral_without_a_temperature_is_mistral(tmp_path: Path) -> None:
     """Files of models before Ministral 3 have the same name of an architecture."""
     metadata = {"mistral3.attention.temperature_scale": None}
@@ -173,6 +206,18 @@ def test_mistral_without_a_temperature_is_mistral(tmp_path: Path) -> None:
     ("lfm2", {"lfm2.attention.head_count_kv": [0, 0]}, {}, "needed is a size, or one for each of 2 layers"),
     ("lfm2", {"lfm2.attention.head_count_kv": [2, 1]}, {}, "one number for all layers that attend, and 0 for the oth"),
     ("lfm2", {"lfm2.shortconv.l_cache": 10**6}, {}, "l_cache is 1000000, needed is at most 64"),
+    ("qwen3_5_text", {"qwen35.ssm.time_step_rank": 3}, {}, "rank is 3, needed is a multiple of its ssm.group_count, 2"),
+    ("qwen3_5_text", {"qwen35.ssm.time_step_rank": 2**30}, {}, "needed is a multiple of its ssm.time_step_rank"),
+    ("qwen3_5_text", {"qwen35.ssm.inner_size": 2**30}, {}, r"ssm_out.weight is of shape .*, needed is .256, 10737"),
+    ("qwen3_5_text", {"qwen35.ssm.group_count": 4}, {}, r"attn_qkv.weight is of shape \[512, 256\], needed is \[768"),
+    ("qwen3_5_text", {"qwen35.ssm.state_size": None}, {}, "ssm.state_size is None, needed is a size"),
+    ("qwen3_5_text", {"qwen35.ssm.conv_kernel": 10**6}, {}, "conv_kernel is 1000000, needed is at most 8"),
+    ("qwen3_5_text", {"qwen35.nextn_predict_layers": 2}, {}, "nextn_predict_layers is 2, needed is at most 1"),
+    ("qwen3_5_text", {"qwen35.attention.recurrent_layers": [1, 0]}, {}, "needed is true or false for each of 2 layers"),
+    ("qwen3_5_text", {"qwen35.full_attention_interval": 1}, {}, "attn_gate.weight is no tensor of the architecture"),
+    ("qwen3_5_text", {}, {"blk.0.ssm_a": floats("f32", np.zeros(4))}, "ssm_a has a number that is not below 0"),
+    ("qwen3_5_text", {}, {"blk.0.ssm_conv1d.weight": floats("f32", np.zeros((512, 3)))}, r"conv1d.*\[512, 3\], needed"),
+    ("qwen3_5_text", {}, {"blk.0.ssm_dt.bias": floats("f32", np.zeros(3))}, r"ssm_dt.bias is of shape \[3\], needed"),
     ("llama", {"llama.feed_forward_length": [512, 512]}, {}, "needed is a size"),
     ("gemma3_text", {"gemma3.attention.sliding_window_pattern": [1, 0]}, {}, r"pattern is \[1, 0\], needed is a size"),
     ("phi3", {"phi3.rope.dimension_count": 63}, {}, "rope.dimension_count is 63, and its heads are of 64"),
@@ -188,7 +233,7 @@ def test_what_is_not_understood_is_refused(
     changes: dict[str, Any] = {
         "ministral3": {"rope_parameters": MINISTRAL},
         "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0},
-        "lfm2": {"layer_types": ["conv", "full_attention"]},
+        "lfm2": {"layer_types": ["conv", "full_attention"]}, "qwen3_5_text": DELTA,
     }.get(family, {})
     path = str(tmp_path / "model.gguf")
     write_model(tmp_path / "model.gguf", family, MIXED, metadata, tensors, **SMALL, **changes)
