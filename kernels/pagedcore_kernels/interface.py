@@ -308,6 +308,19 @@ class StateBackend(Protocol):
         """
         ...
 
+    def linear_recurrence(self, layer: int, part: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+        """Advance states float32 [1, C] of channels that decay by themselves, and return them [T, C].
+
+        Per position ``S = decay * S + x``. See "Griffin" (De et al., 2024), whose gates are in the arguments.
+
+        Args:
+            layer: index into the layout's layers.
+            part: index into the layer's parts.
+            x: [T, C].
+            decay: float32 [T, C].
+        """
+        ...
+
 
 @runtime_checkable
 class SendsNumbers(Protocol):

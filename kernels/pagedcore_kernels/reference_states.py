@@ -17,6 +17,7 @@ from pagedcore_kernels.state_checks import (
     check_convolution,
     check_decaying_attention,
     check_delta_rule,
+    check_linear_recurrence,
     check_mamba1,
     check_mamba2,
     check_state_pool,
@@ -157,6 +158,18 @@ class ReferenceStates:
             return torch.einsum("hkv,hk->hv", state, q[token])
 
         return self._advance_rows(layer, part, _empty_like(value), advance)
+
+    def linear_recurrence(self, layer: int, part: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+        """Advance numbers of channels that decay; see ``StateBackend``."""
+        check_linear_recurrence(self._layout.layers[layer][part], self._current_plan(), x, decay)
+        inputs = x.float()
+
+        def advance(state: torch.Tensor, token: int) -> torch.Tensor:
+            state *= decay[token]
+            state += inputs[token]
+            return state[0]
+
+        return self._advance_rows(layer, part, _empty_like(x), advance)
 
     def _advance_rows(self, layer: int, part: int, output: torch.Tensor, advance: Advance) -> torch.Tensor:
         """Fill ``output`` [T, ...]: every row from its own state on."""

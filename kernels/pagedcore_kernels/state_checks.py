@@ -102,6 +102,14 @@ def check_mamba1(
     _check_state(part, (size, channels), torch.float32)
 
 
+def check_linear_recurrence(part: StatePart, plan: StatePlan, x: torch.Tensor, decay: torch.Tensor) -> None:
+    """Refuse what ``StateBackend.linear_recurrence`` cannot be given."""
+    shape = plan.num_tokens, x.shape[-1]
+    _check_rows("x", x, shape, x.dtype)
+    _check_weight("decay", decay, shape)
+    _check_state(part, (1, shape[1]), torch.float32)
+
+
 def check_output(output: torch.Tensor, like: torch.Tensor) -> None:
     """Refuse an output that is not of the shape and format of ``like``, in one piece."""
     # Safety: kernels write raw memory.

@@ -62,7 +62,8 @@ PROMPTS = [[*SHARED[:length], 5 + length] for length in (1, 2, 7, 8, 9, 15, 16, 
 SMALL: dict[str, Any] = {"block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 12}
 SAME_BITS = [
     (family, dtype, scheme)
-    for family in ("qwen3_5_text", "qwen3_next", "granitemoehybrid", "falcon_h1", "jamba", "mamba", "mamba2")
+    for family in ("qwen3_5_text", "qwen3_next", "granitemoehybrid", "falcon_h1", "jamba", "mamba", "mamba2",
+                   "recurrent_gemma")
     for dtype, scheme in ((torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "w8a8"))
 ]
 SAME_BITS_EACH_TIME = (("qwen3_5_text", torch.bfloat16, "none"), ("mamba2", torch.float32, "none"))

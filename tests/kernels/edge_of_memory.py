@@ -18,7 +18,16 @@ import numpy.typing as npt
 import torch
 
 from kernels.attention_cases import Rows, Shape, Tokens, random_tables, run
-from kernels.state_cases import Case, Convolution, DeltaRule, Mamba1, Mamba2, Recurrence, StateRows
+from kernels.state_cases import (
+    Case,
+    Convolution,
+    DeltaRule,
+    LinearRecurrence,
+    Mamba1,
+    Mamba2,
+    Recurrence,
+    StateRows,
+)
 from pagedcore_kernels import step_plan as plan_module
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.cpu.matmul.packed import PackedMatmul
@@ -45,6 +54,7 @@ GROUPED_KINDS = [(4, False), (8, False), (4, True)]
 RECURRENCES = [
     Convolution(torch.bfloat16, 20, 3, "none"), DeltaRule(torch.float32), DeltaRule(torch.float32, 1, 3, 24, 20),
     DeltaRule(torch.bfloat16, per_channel=True), Mamba2(torch.float32), Mamba1(torch.float32, 37, 5),
+    LinearRecurrence(torch.bfloat16, 37),
 ]  # fmt: skip
 """Compiled by other tests too."""
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -268,6 +268,33 @@ class DecayingAttention(Recurrence):
         return out, states
 
 
+@dataclass(frozen=True)
+class LinearRecurrence(Recurrence):
+    channels: int = 64
+
+    @property
+    def part(self) -> StatePart:
+        return StatePart((1, self.channels), torch.float32)
+
+    def tokens(self, length: int, random: torch.Generator) -> Tensors:
+        decay = torch.rand(length, self.channels, generator=random)
+        return {"x": self.random(length, self.channels, random=random), "decay": decay}
+
+    def weights(self, random: torch.Generator) -> Tensors:
+        return {}
+
+    @property
+    def operator(self) -> tuple[str, dict[str, Any]]:
+        return "linear_recurrence", {}
+
+    def oracle(self, given: dict[str, Float64Array]) -> tuple[Float64Array, Float64Array]:
+        out, state = np.empty_like(given["x"]), np.zeros(self.part.shape)
+        for t in range(len(out)):
+            state = given["decay"][t] * state + given["x"][t]
+            out[t] = state
+        return out, state
+
+
 class Case:
     """Random sequences of one recurrence, and a pool of states full of NaN."""
 

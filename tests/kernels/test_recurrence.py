@@ -22,6 +22,7 @@ from kernels.state_cases import (
     Convolution,
     DecayingAttention,
     DeltaRule,
+    LinearRecurrence,
     Mamba1,
     Mamba2,
     Recurrence,
@@ -38,11 +39,12 @@ from pagedcore_kernels.reference_states import ReferenceStates
 F32, BF16 = torch.float32, torch.bfloat16
 SMALL = [
     Convolution(F32), Convolution(BF16, 20, 3, "none"), DeltaRule(F32), DeltaRule(BF16, per_channel=True),
-    Mamba2(F32), Mamba1(BF16), DecayingAttention(F32),
+    Mamba2(F32), Mamba1(BF16), DecayingAttention(F32), LinearRecurrence(BF16),
 ]  # fmt: skip
 UNEVEN = [
     Convolution(BF16, 7, 2), DeltaRule(F32, 1, 3, 24, 20, normalizes=False), DeltaRule(BF16, 2, 2, 12, 36),
     Mamba2(BF16, 6, 3, 12, 10), Mamba1(F32, 37, 5), DecayingAttention(BF16, 3, 8, 24),
+    LinearRecurrence(F32, 21),
 ]  # fmt: skip
 """Sizes that vectors do not divide."""
 REAL = [
@@ -119,6 +121,7 @@ def test_company_and_threads_change_no_bit(recurrence: Recurrence, num_threads: 
 @pytest.mark.parametrize("recurrence", [
     DeltaRule(F32, 2, 2, 32, 512), DeltaRule(BF16, 1, 2, 32, 512, per_channel=True), Mamba1(BF16, 512),
     DecayingAttention(F32, 2, 32, 512), Mamba2(F32, 2, 1, 512),
+    LinearRecurrence(F32, 512),
 ], ids=str)  # fmt: skip
 def test_columns_taken_together_change_no_bit(recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a thread takes few or many columns of a state, what comes of each is the same."""
@@ -139,6 +142,7 @@ def test_columns_taken_together_change_no_bit(recurrence: Recurrence, monkeypatc
     (DeltaRule(F32), DeltaRule(F32, value_size=20), ("value",)),
     (DeltaRule(F32), DeltaRule(F32, value_size=7), ("value",)),
     (Mamba1(BF16), Mamba1(BF16, 37), ("x", "dt", "a", "d")),
+    (LinearRecurrence(BF16), LinearRecurrence(BF16, 37), ("x", "decay")),
     (Mamba2(F32), Mamba2(F32, head_size=6), ("x",)),
 ], ids=str)  # fmt: skip
 def test_vectors_and_remainders_have_the_same_bits(wide: Any, narrow: Any, names: tuple[str, ...]) -> None:

@@ -158,6 +158,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {
         **_HEAD, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1],
     },
+    "recurrent_gemma": {
+        "intermediate_size": 192, "attention_window_size": WINDOW, "block_types": ["recurrent", "attention"],
+    },
     "seed_oss": {**_HEAD},
     "smollm3": {**_QWEN_WINDOW, "num_hidden_layers": 4},
     "stablelm": {},
@@ -171,7 +174,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 #: Those with recurrent layers, which keep states.
 HYBRIDS = (
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba",
-    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "zamba2",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "recurrent_gemma", "zamba2",
 )
 _WITHOUT_COMMON = frozenset({"gpt2", "gpt_bigcode", "dbrx"})
 

@@ -90,6 +90,10 @@ class RecordedStates:
         """Record a matrix for each head."""
         return self._keep(layer, part, (value.shape[1], key.shape[2], value.shape[2]), like=value)
 
+    def linear_recurrence(self, layer: int, part: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+        """Record a number for each channel."""
+        return self._keep(layer, part, (1, x.shape[1]), like=x)
+
     def _keep(
         self, layer: int, part: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32, *, like: torch.Tensor
     ) -> torch.Tensor:
@@ -178,6 +182,36 @@ class _Layer:
         return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * attended), None
 
 
+    def griffin(
+        self, module: Any, input_states: torch.Tensor, position_ids: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Do what ``forward`` of RecurrentGemma's ``module`` does, which keeps its states by itself."""
+        opened = module.act_fn(module.linear_y(input_states))
+        convolved = self.convolve(
+            module.linear_x(input_states).transpose(1, 2), module.conv_1d.weight.squeeze(1), module.conv_1d.bias
+        )  # fmt: skip
+        unit = _WithScan(module.rg_lru, self._scan)
+        mixed = type(module.rg_lru).forward(unit, convolved.transpose(1, 2), position_ids)
+        return module.linear_out(mixed * opened), None
+
+    def _scan(self, hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        """Do what ``_rnn_scan`` of RecurrentGemma's gated unit does; a sequence begins from zeros anyway."""
+        decay = recurrent_gate[0].float().contiguous()
+        return self._states.linear_recurrence(self._number, _RECURRENCE, hidden_states[0], decay)[None], None
+
+
+class _WithScan:
+    """RecurrentGemma's gated unit as its own ``forward`` sees it, which keeps no state."""
+
+    recurrent_states = None
+
+    def __init__(self, module: Any, scan: Callable[..., Any]) -> None:
+        self._module, self._rnn_scan = module, scan
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 class _WithTimeProjection:
     """A Mamba 1 layer as its own ``forward`` sees it: what multiplies by a linear layer's weight calls the layer."""
 
@@ -212,6 +246,10 @@ _DELTA: Final[_Functions] = {"causal_conv1d_fn": _Layer.convolve, "torch_chunk_g
 _KIMI: Final[_Functions] = {"causal_conv1d_fn": _Layer.convolve, "chunk_kimi_delta_attention": _Layer.delta_rule}
 _MAMBA_2: Final[_Functions] = {"causal_conv1d_fn": _Layer.convolve, "mamba2_chunk_scan": _Layer.mamba2}
 _MAMBA_1: Final[_Functions] = {"causal_conv1d_fn": _Layer.convolve, "mamba_selective_scan": _Layer.mamba1}
+_OURS: Final[Mapping[str, Callable[..., Any]]] = {
+    "MiniMaxLightningAttention": _Layer.lightning, "RecurrentGemmaRecurrentBlock": _Layer.griffin,
+}
+"""What takes the place of the whole of ``forward``."""
 _REPLACED: Final[Mapping[str, _Functions]] = {
     **dict.fromkeys(
         ("Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet", "OlmoHybridGatedDeltaNet"), _DELTA
@@ -222,10 +260,10 @@ _REPLACED: Final[Mapping[str, _Functions]] = {
          "Zamba2MambaMixer"), _MAMBA_2
     ),
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), _MAMBA_1),
-    "MiniMaxLightningAttention": {},
+    **{name: {} for name in _OURS},
 }  # fmt: skip
-"""Modules of transformers, the functions that carry a state there, and what takes their place; none: the whole of
-``forward`` is ours."""
+"""Modules of transformers, the functions that carry a state there, and what takes their place; none with those of
+``_OURS``."""
 
 
 def is_known(module: nn.Module) -> bool:
@@ -251,9 +289,9 @@ def kept_layers(model: nn.Module) -> frozenset[nn.Module]:
 def redirect(model: nn.Module, current: Callable[[], Any]) -> None:
     """Send the states of ``model`` to the step that ``current()`` returns, a ``TakesStates``."""
     for number, module in enumerate(known_recurrences(model)):
-        layer, functions = _Layer(number, current), _REPLACED[type(module).__name__]
-        module.forward = partial(layer.lightning, module) if not functions else _forward_of(
-            module, {name: partial(function, layer) for name, function in functions.items()}
+        name, layer = type(module).__name__, _Layer(number, current)
+        module.forward = partial(_OURS[name], layer, module) if name in _OURS else _forward_of(
+            module, {name: partial(function, layer) for name, function in _REPLACED[name].items()}
         )  # fmt: skip
 
 

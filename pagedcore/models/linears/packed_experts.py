@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from pagedcore.execution.failures import is_out_of_memory
+from pagedcore.models.linears.block_diagonal import has_blocks, pack_blocks
 from pagedcore.models.linears.expert_modules import TopKRouter
 from pagedcore.models.linears.packed_linear import (
     FASTEST,
@@ -105,18 +106,20 @@ class RouterWeight:
 def pack_experts(
     model: nn.Module, *, linears: LinearFactory, routers: LinearFactory, on_unused: OnUnused
 ) -> tuple[PackedLinear, ...]:
-    """Replace the experts and the matrices of routers inside ``model``, and return the products of them.
+    """Replace the experts, and the matrices of routers and of other gates, inside ``model``; return their products.
 
     Args:
         model: changed in place, one tensor of weights at a time.
         linears: makes the products of experts; modules of formats that it does not support are left alone.
-        routers: makes those of routers.
+        routers: makes those of gates.
         on_unused: as for ``pack_linears``.
     """
     packed: list[PackedLinear] = []
     for parent in list(model.modules()):
         if _is_router(parent, routers) and (product := _pack_router(parent, routers, on_unused)) is not None:
             packed.append(product)
+        if has_blocks(parent, routers):
+            packed += pack_blocks(parent, routers, on_unused)
         for name, child in list(parent.named_children()):
             if _has_experts(child, linears):
                 experts = PackedExperts(child, linears, on_unused).train(child.training)
@@ -129,7 +132,7 @@ def left_alone(model: nn.Module, linears: LinearFactory = FASTEST) -> tuple[str,
     """Return the types of modules with matrices that neither ``pack_experts`` nor ``pack_linears`` would replace."""
     return tuple(sorted({
         type(module).__name__ for module in holders_of_matrices(model)
-        if packable_weight(module, linears) is None
+        if packable_weight(module, linears) is None and not has_blocks(module, linears)
         and not _has_experts(module, linears) and not _is_router(module, linears)
     }))
 

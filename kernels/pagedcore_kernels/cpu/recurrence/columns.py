@@ -22,12 +22,16 @@ from numba.extending import intrinsic
 from pagedcore_kernels.cpu import simd
 from pagedcore_kernels.cpu.simd import AS_FLOAT32, LANES, Builder, Typing, Value, int64
 
-DELTA, DELTA_PER_KEY, ATTENTION, MAMBA2, MAMBA1 = range(5)
-"""Forms. The decay is of the head, with ``DELTA_PER_KEY`` of each row and with ``MAMBA1`` of each element. The update
-is the value, with the delta rule less what the state holds of it, times a factor unless it is ``ATTENTION``.
+DELTA, DELTA_PER_KEY, ATTENTION, MAMBA2, MAMBA1, CHANNELS = range(6)
+"""Forms. The decay is of the head, with ``DELTA_PER_KEY`` of each row, with ``MAMBA1`` of each element and with
+``CHANNELS`` of each column, where it is given as it is. The update is the value, with the delta rule less what the
+state holds of it, times a factor unless it is of ``PLAIN``.
 """
 CORRECTING = DELTA, DELTA_PER_KEY
 """Forms of the delta rule."""
+PLAIN = ATTENTION, CHANNELS
+BY_COLUMN = MAMBA1, CHANNELS
+"""Forms with one head that have for each column what others have for each head."""
 NORM_EPSILON = 1e-6
 """Added to the sum of squares of what is normalized."""
 
@@ -229,7 +233,7 @@ def begin_update(
             x = simd.load_floats(b, value, stored, bf16, width)
             if kind in CORRECTING:
                 x = b.fsub(x, simd.load_floats(b, known, place, AS_FLOAT32, width))
-            if kind != ATTENTION:
+            if kind not in PLAIN:
                 x = b.fmul(x, _of_columns(b, kind, factors, place, width))
             simd.store(b, x, updates, place, 4)
         return context.get_dummy_value()
@@ -249,7 +253,7 @@ def advance(
     Writes the state to ``target``, which may be ``source``, ``S^T queries`` to ``outputs`` and, with the delta rule,
     ``S^T next_keys`` to ``known``. Literal: form, lanes, vectors, size, streams: whether to write past the caches, see
     ``simd.stream``. Steps are bytes from row to row. ``decays`` are those of rows; with ``MAMBA1`` the exponents of
-    elements, which ``factors`` of columns are multiplied with.
+    elements, which ``factors`` of columns are multiplied with, and with ``CHANNELS`` these factors are the decays.
     """
     kind, width, number = form.literal_value, lanes.literal_value, vectors.literal_value
     corrects = kind in CORRECTING
@@ -261,7 +265,7 @@ def advance(
 
         def begin(places: list[Value]) -> Callable[[Value, list[Value]], None]:
             update = [simd.load_floats(b, updates, place, AS_FLOAT32, width) for place in places]
-            factor = [simd.load_floats(b, factors, place, AS_FLOAT32, width) for place in places if kind == MAMBA1]
+            factor = [simd.load_floats(b, factors, place, AS_FLOAT32, width) for place in places if kind in BY_COLUMN]
 
             def add(row: Value, totals: list[Value]) -> None:
                 key, query = _of_row(b, keys, row, width), _of_row(b, queries, row, width)
@@ -272,6 +276,8 @@ def advance(
                     if kind == MAMBA1:
                         rates = simd.load_floats(b, b.add(decays, b.mul(row, decays_step)), place, AS_FLOAT32, width)
                         kept = _exp(b, rates, factor[vector])
+                    elif kind == CHANNELS:
+                        kept = factor[vector]
                     x = b.fmul(kept, simd.load_floats(b, old, place, AS_FLOAT32, width))
                     x = simd.fma(b, key, update[vector], x)
                     if streams.literal_value:

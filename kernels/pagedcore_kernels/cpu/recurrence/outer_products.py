@@ -1,4 +1,5 @@
-"""The kernel of all recurrences whose state is a matrix a head: gated delta rule, decaying attention, Mamba 1 and 2.
+"""The kernel of all recurrences whose state is a matrix a head: gated delta rule, decaying attention, Mamba 1 and 2,
+and of those that keep a number a channel.
 
 Work is split by rows, heads and, where these are few, groups of columns, so that one long prompt and many short rows
 both have something for every thread. The columns of a head stay in a thread's cache while it goes through the positions
@@ -78,8 +79,9 @@ COUNTER = ParameterBlock.COUNTER
 A decay is ``exp(rate * exponent)``. ``RATES`` are float32 of each token and head, of each token, head and row of the
 state with a decay per key, of each token and column with Mamba 1; ``EXPONENTS`` of each head, of each row and column
 with Mamba 1, and unused with a decay per key. ``FACTORS`` are what updates are multiplied with, of each token and head
-or column, ``PASSED`` the part of the values that goes to the output, of each head or column. ``GROUP``: heads of values
-to a head of keys. ``ROWS``: the numbers of the rows, the longest first. ``TAKEN``: columns that are claimed together.
+or column; with ``CHANNELS`` they are the decays. ``PASSED`` is the part of the values that goes to the output, of each
+head or column. ``GROUP``: heads of values to a head of keys. ``ROWS``: the numbers of the rows, the longest first.
+``TAKEN``: columns that are claimed together.
 """
 NUM_ARGUMENTS = 31
 
@@ -128,7 +130,7 @@ def outer_product_kernel(form: int, is_bf16: int, size: int, lanes: int, vectors
     widest = min(MOST_COLUMNS, MOST_ELEMENTS // size)
     held = size * widest
     corrects = int(form in columns.CORRECTING)
-    per_key, per_element = int(form == columns.DELTA_PER_KEY), int(form == columns.MAMBA1)
+    per_key, by_column = int(form == columns.DELTA_PER_KEY), int(form in columns.BY_COLUMN)
 
     def outer_products(parameters: Any) -> None:
         p = address_of(parameters)
@@ -168,8 +170,7 @@ def outer_product_kernel(form: int, is_bf16: int, size: int, lanes: int, vectors
             key = load_int64(p, KEY) + key_head * load_int64(p, KEY_HEAD)
             value = load_int64(p, VALUE) + head * load_int64(p, VALUE_HEAD) + column * item
             output = load_int64(p, OUTPUT) + (head * width + column) * item
-            # Shape: with Mamba 1 there is one head, and all that other forms have a head it has a column.
-            own = column if per_element else head
+            own = column if by_column else head
             rates = load_int64(p, RATES) + 4 * (own * size if per_key else own)
             factors, passed = load_int64(p, FACTORS) + 4 * own, load_int64(p, PASSED) + 4 * own
             exponents = load_int64(p, EXPONENTS) + 4 * own
@@ -179,7 +180,7 @@ def outer_product_kernel(form: int, is_bf16: int, size: int, lanes: int, vectors
                     columns.read_key(is_bf16, size, key + token * key_token, next_keys, key_scale, normalizes)
                     if per_key:
                         columns.exp_row(size, rates + token * rates_token, next_decays)
-                    elif not per_element:
+                    elif not by_column:
                         next_decay = columns.exp_product(
                             load_float32(rates + token * rates_token, 0), load_float32(exponents, 0)
                         )
@@ -197,7 +198,7 @@ def outer_product_kernel(form: int, is_bf16: int, size: int, lanes: int, vectors
                     )
                     columns.advance(
                         form, lanes, vectors, size, streams, groups, source, source_step, target, target_step, decay,
-                        exponents if per_element else decays, 4 * width, factor, keys, updates, queries, outputs,
+                        exponents if by_column else decays, 4 * width, factor, keys, updates, queries, outputs,
                         decayed, known,
                     )  # fmt: skip
                     columns.write_output(

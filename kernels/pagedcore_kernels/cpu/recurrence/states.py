@@ -25,6 +25,7 @@ from pagedcore_kernels.state_checks import (
     check_convolution,
     check_decaying_attention,
     check_delta_rule,
+    check_linear_recurrence,
     check_mamba1,
     check_mamba2,
     check_output,
@@ -65,6 +66,8 @@ class RecurrentStates:
         self._convolution_parameters = ParameterBlock(state_convolution.NUM_ARGUMENTS)
         shapes = [part.shape for parts in layout.layers for part in parts]
         self._zeros = torch.zeros(max(shape[-1] for shape in shapes))
+        self._ones = {dtype: torch.ones(1, 1, 1, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+        """The key and query of recurrences that have none."""
         self._signs = torch.ones(2, max(shape[0] for shape in shapes)) * torch.tensor([[1.0], [-1.0]])
         """What rates of each head are multiplied with: 1, and -1."""
 
@@ -260,6 +263,22 @@ class RecurrentStates:
         check_decaying_attention(self._layout.layers[layer][part], self._current_plan(), query, key, value, decay)
         rates = decay, self._signs[1], decay
         self._advance(out, columns.ATTENTION, layer, part, (query, key, value), rates, scale=scale)
+
+    def linear_recurrence(self, layer: int, part: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+        """Advance numbers of channels that decay; see ``StateBackend``."""
+        out = _new(x)
+        self.linear_recurrence_to(out, layer, part, x, decay)
+        return out
+
+    def linear_recurrence_to(
+        self, out: torch.Tensor, layer: int, part: int, x: torch.Tensor, decay: torch.Tensor
+    ) -> None:
+        """Do the same into ``out`` [T, C]."""
+        check_linear_recurrence(self._layout.layers[layer][part], self._current_plan(), x, decay)
+        # Shape: one head whose columns are the channels, and whose only row is taken as it is. All tokens have the same
+        # key, also those of a recorded call that goes on to more of them.
+        ones = self._ones[x.dtype].as_strided((len(x), 1, 1), (0, 0, 1))
+        self._advance(out[:, None], columns.CHANNELS, layer, part, (ones, ones, x[:, None]), (decay, decay, decay))
 
     def _advance(
         self,
