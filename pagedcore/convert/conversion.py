@@ -57,8 +57,8 @@ from pagedcore.models.checkpoints.stored_experts import (
 )
 from pagedcore.models.checkpoints.tensor_files import FLOATS, TensorFiles
 from pagedcore.models.families import supported_models
+from pagedcore.models.families.file_names import file_name, renaming_of
 from pagedcore.models.families.model_facts import is_named_headless, max_model_len
-from pagedcore.models.families.table import file_name, module_name
 from pagedcore.models.families.wrappers import WHOLE
 from pagedcore.models.linears.int8_embedding import FIELD, OF_HEAD, OWN_TABLE, kind_of_embedding
 from pagedcore.models.linears.packed_linear import can_pack, holders_of_matrices
@@ -168,10 +168,10 @@ def _named_as_modules(model: Any) -> Callable[[str], str]:
     """Return what makes of a tensor's name in files the module's; files of a body alone, as those of embedders are, do
     not name it.
     """
-    parts, body = {name for name, _ in model.named_children()}, model.base_model_prefix
+    parts, body, rename_part = {name for name, _ in model.named_children()}, model.base_model_prefix, renaming_of(model)
 
     def rename(name: str) -> str:
-        new = module_name(name)
+        new = rename_part(name)
         # Why not all: a wrapper's other parts have no name here.
         return new if not new or new.partition(".")[0] in parts or body not in parts else f"{body}.{new}"
 

@@ -20,6 +20,7 @@ from pagedcore.errors import InvalidWeights
 from pagedcore.models.checkpoints.auto_int8 import apply as choose_int8
 from pagedcore.models.checkpoints.ownership import version_of
 from pagedcore.models.checkpoints.pretrained import as_refusals
+from pagedcore.models.families.file_names import module_name
 from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore.models.families.model_facts import (
     eos_token_ids,
@@ -27,7 +28,6 @@ from pagedcore.models.families.model_facts import (
     max_model_len,
     num_short_tokens,
 )
-from pagedcore.models.families.table import module_name
 from pagedcore.models.families.tensor_shapes import shapes_of
 from pagedcore.models.linears.stored_weight import shapes_of_tensors
 from pagedcore.models.origin import Origin, Succession

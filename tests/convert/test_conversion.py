@@ -53,6 +53,7 @@ ODD = {"hidden_size": 40, "num_attention_heads": 2, "head_dim": 20, "intermediat
     pytest.param("w8a8", "bfloat16", "llama", ODD, marks=pytest.mark.slow),
     ("w4a16", "float32", "llama", ODD), ("w8a8", "bfloat16", "mixtral", {}), ("w4a16", "float32", "mixtral", {}),
     ("w8a16", "float32", "qwen3_moe", {"moe_intermediate_size": 40, "decoder_sparse_step": 2}),
+    ("w8a8", "bfloat16", "granitemoehybrid", {}), ("w4a16", "float32", "nemotron_h", {}),
     ("w4a16", "bfloat16", "olmoe", {}), ("w4a8", "bfloat16", "qwen2", {"intermediate_size": 256}),
 ])
 def test_a_converted_model_computes_the_same_bits(

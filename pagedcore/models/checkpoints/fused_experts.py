@@ -1,7 +1,7 @@
 """Experts that files have in one tensor for all of a layer, as those of each expert's layers.
 
 Owns which way round such a tensor lies. The published files of Qwen3-VL's mixture have what a row is multiplied with
-from the right, transformers writes [out, in]:
+from the right, transformers writes [out, in], and so do Granite's:
 
     gate_up_proj   [experts, in, 2 * inner]   or   [experts, 2 * inner, in]
     down_proj      [experts, inner, in]       or   [experts, in, inner]
@@ -19,7 +19,7 @@ from pagedcore.models.checkpoints.tensor_part import TensorPart
 from pagedcore.models.linears.stored_weight import refusal
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-_FUSED: Final = re.compile(rf"(.+\.mlp\.experts)\.(?:{_GATE_UP}|{_DOWN})")
+_FUSED: Final = re.compile(rf"(.+\.(?:mlp|block_sparse_moe)\.experts)\.(?:{_GATE_UP}|{_DOWN})")
 MAX_EXPERTS: Final = 4096
 """Of a layer; the largest mixtures have some hundred."""
 

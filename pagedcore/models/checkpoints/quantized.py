@@ -35,8 +35,8 @@ from pagedcore.models.checkpoints.stored_experts import NamedTensors, replace_ex
 from pagedcore.models.checkpoints.tensor_files import FLOATS, TensorFiles
 from pagedcore.models.checkpoints.text_models import compute_buffers
 from pagedcore.models.checkpoints.weight_files import only_file, tell_adapter
+from pagedcore.models.families.file_names import renaming_of
 from pagedcore.models.families.supported_models import check_layers_of, check_num_layers
-from pagedcore.models.families.table import module_name
 from pagedcore.models.linears.int8_embedding import FIELD, restore_embedding
 from pagedcore.models.linears.packed_linear import can_pack
 from pagedcore.models.linears.schemes import fits
@@ -228,11 +228,9 @@ def tree_of(
 def _open_files(source: str, stored: StoredFormat, model: nn.Module, dtype: torch.dtype) -> TensorFiles | GGUF:
     if isinstance(stored, GGUF):
         return stored
-    is_renamed = not any("block_sparse_moe" in name for name, _ in model.named_modules())
-    rename = module_name if is_renamed else str
     if isinstance(stored, FP8):
-        return FP8Files(Path(source), rename, stored, dtype)
-    return TensorFiles(Path(source), rename)
+        return FP8Files(Path(source), renaming_of(model), stored, dtype)
+    return TensorFiles(Path(source), renaming_of(model))
 
 
 def files_of(

@@ -31,8 +31,9 @@ from pagedcore.models.families.field_checks import (
     is_size,
     names_tokens,
 )
+from pagedcore.models.families.file_names import module_name
 from pagedcore.models.families.llama_modules import ForCausalLM
-from pagedcore.models.families.table import FAMILIES, Family, module_name
+from pagedcore.models.families.table import FAMILIES, Family
 from pagedcore.models.families.tensor_shapes import EMBEDDING, EXPERT_COUNTS, Shapes, is_mixture, num_experts, shapes_of
 
 

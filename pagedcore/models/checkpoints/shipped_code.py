@@ -20,8 +20,8 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models.checkpoints.stored_experts import shapes_of_expert
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.checkpoints.weight_files import only_file
+from pagedcore.models.families.file_names import renaming_of
 from pagedcore.models.families.supported_models import check_num_layers
-from pagedcore.models.families.table import module_name
 from pagedcore.models.families.wrappers import is_wrapper
 
 _log = logging.getLogger("pagedcore")
@@ -87,8 +87,7 @@ def require_fit(directory: Path, config: Any, *, is_quantised: bool) -> None:
     check_num_layers(only_file(directory), config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    is_renamed = not any("block_sparse_moe" in name for name, _ in model.named_modules())
-    files = TensorFiles(directory, module_name if is_renamed else str)
+    files = TensorFiles(directory, renaming_of(model))
     expected = _Expected(model)
     for name, one in files.unread().items():
         shape = tuple(one.get_shape())

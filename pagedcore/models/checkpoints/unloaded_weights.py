@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from pagedcore.errors import InvalidConfig, ModelNotSupported
 from pagedcore.models.checkpoints.ownership import version_of
 from pagedcore.models.checkpoints.weight_files import weight_files
-from pagedcore.models.families.table import module_name
+from pagedcore.models.families.file_names import module_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

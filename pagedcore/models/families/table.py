@@ -193,22 +193,3 @@ FAMILIES: Final[Mapping[str, Family]] = {
     ),
 }
 """By ``model_type``."""
-
-
-def module_name(name: str) -> str:
-    """Return the name of a file's tensor in the way of its modules, for whichever architecture has files that call a
-    part of it otherwise."""
-    for family in FAMILIES.values():
-        # Rule: the first of the parts marks the files; the others are short words that any file might use.
-        if family.file_names and f".{next(iter(family.file_names.values()))}." in name:
-            for new, old in family.file_names.items():
-                name = name.replace(f".{old}.", f".{new}.")
-    return name
-
-
-def file_name(name: str, model_type: str) -> str:
-    """Return what files of an architecture call a tensor or a module; the inverse of ``module_name``."""
-    family = FAMILIES.get(model_type)
-    for new, old in family.file_names.items() if family is not None else ():
-        name = f"{name}.".replace(f".{new}.", f".{old}.")[:-1]
-    return name

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pagedcore.models.families.table import FAMILIES, file_name
+from pagedcore.models.families.file_names import file_name
+from pagedcore.models.families.table import FAMILIES
 
 Shapes = dict[str, tuple[int, ...]]
 EMBEDDING: Final = "model.embed_tokens.weight"

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from pagedcore.errors import ModelNotSupported
+from pagedcore.models.families import file_names
 
 WHOLE: Final = "_part_of"
 """A field that configurations here get, with the wrapper's ``model_type``; no file has it."""
@@ -88,8 +89,9 @@ def _inner(config: Mapping[str, Any]) -> Any:
 
 
 def fuses_experts(config: Mapping[str, Any]) -> bool:
-    """Whether the files of a wrapper, by its ``config.json``, may have one tensor for all experts of a layer."""
-    return str(config.get("model_type")) in _FUSED_EXPERTS
+    """Whether the files of a model, by its ``config.json``, may have one tensor for all experts of a layer."""
+    model_type = str(config.get("model_type"))
+    return model_type in _FUSED_EXPERTS or file_names.fuses_experts(model_type)
 
 
 def raw_text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
