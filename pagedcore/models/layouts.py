@@ -5,15 +5,22 @@ Owns the order in which layers are redirected and looked at; what they are is in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from pagedcore.errors import InvalidConfig
-from pagedcore.models.attention import convolutions, recurrences
+from pagedcore.models.attention import convolutions, older_modules, recurrences
 from pagedcore.models.attention.interface import ATTENTION_KEY, attention_step, current_step, register
-from pagedcore.models.attention.layers import AttentionLayer, RecordingStep, layers_of, number_layers
+from pagedcore.models.attention.layers import (
+    AttentionLayer,
+    LayersByCall,
+    RecordingStep,
+    layers_of,
+    number_layers,
+)
 from pagedcore.models.decoders.plain import call_model
 from pagedcore.models.families import model_facts, supported_models
 from pagedcore.models.families.llama_modules import ForCausalLM
@@ -63,8 +70,9 @@ def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int, Stat
         ModelNotSupported: the attention cannot be redirected, or asks for what a paged KV cache cannot do.
     """
     register()
-    model.set_attn_implementation(ATTENTION_KEY)
-    supported_models.check_attention_was_taken(model.config)
+    if not older_modules.redirect(model, current_step):
+        model.set_attn_implementation(ATTENTION_KEY)
+        supported_models.check_attention_was_taken(model.config)
     number_layers(model)
     convolutions.redirect(model, current_step)
     recurrences.redirect(model, current_step)
@@ -75,8 +83,25 @@ def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int, Stat
     with attention_step(step):
         logits = call_model(model, tokens, tokens, tokens)
     layers, recurrent = layers_of(step.calls, model.config), recurrences.known_recurrences(model)
-    supported_models.check_num_attention_layers(model.config, len({*layers, *(one.layer_idx for one in recurrent)}))
+    # Why an address: layers of RecurrentGemma do not know their numbers, and are of one kind each.
+    numbers = {*layers, *(vars(one).get("layer_idx", id(one)) for one in recurrent)}
+    counts = {len(numbers), len({id(call.module) for call in step.calls})} if isinstance(layers, LayersByCall) else {
+        len(numbers)
+    }  # fmt: skip
+    supported_models.check_num_attention_layers(model.config, counts)
     return layers, logits.shape[-1], step.states.layout(len(recurrent))
+
+
+@contextmanager
+def not_redirected(model: Any, attention: str) -> Iterator[None]:
+    """Let a redirected model compute by itself in the ``with`` block, with the ``attention`` that it had before."""
+    takes_a_key = not older_modules.known_modules(model)
+    if takes_a_key:
+        model.set_attn_implementation(attention)
+    with convolutions.own_convolutions(model), recurrences.own_recurrences(model), older_modules.own_attention(model):
+        yield
+    if takes_a_key:
+        model.set_attn_implementation(ATTENTION_KEY)
 
 
 def kv_shapes(layers: Mapping[int, AttentionLayer]) -> tuple[LayerShape, ...]:

@@ -25,8 +25,8 @@ from pagedcore.execution.kv_pool import KVPool
 from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.execution.ragged_batch import largest_batch
 from pagedcore.models.adapted_layers import AdaptedProducts, why_no_adapters
-from pagedcore.models.attention import convolutions, recurrences
-from pagedcore.models.attention.interface import ATTENTION_KEY, PagedStep
+from pagedcore.models.attention import recurrences
+from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.checkpoints import ownership
 from pagedcore.models.decoders.choice import best_factory
 from pagedcore.models.decoders.graphed import MOST_ROWS, GraphedSteps
@@ -43,7 +43,7 @@ from pagedcore.models.decoders.step_numbers import send_numbers
 from pagedcore.models.families import model_facts, supported_models
 from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore.models.fingerprint import model_fingerprint
-from pagedcore.models.layouts import kv_shapes, layout_maker, redirect_attention, requirements_of
+from pagedcore.models.layouts import kv_shapes, layout_maker, not_redirected, redirect_attention, requirements_of
 from pagedcore.models.linears.int8_embedding import quantize_embedding
 from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, probe_invariance
 from pagedcore.models.linears.schemes import QUANTIZERS
@@ -446,7 +446,7 @@ class TransformersModel:
     ) -> None:
         model = self._device.take(model.eval())
         self.model, runs_self_test = model, runs_self_test and succession is None
-        own_attention = self.own_attention = model.config._attn_implementation
+        self.own_attention = model.config._attn_implementation
         new_test, test = partial(SelfTest, model, self.block_size, self._tolerance), None
         if runs_self_test and not compares_products:
             with recurrences.own_recurrences(model):
@@ -475,10 +475,8 @@ class TransformersModel:
         with nullcontext() if self.computes_in_torch or self._device.kind != "cpu" else _kernels_compute():
             if runs_self_test and compares_products:
                 # Why now: what is expected of the model is what its own modules compute with these products.
-                model.set_attn_implementation(own_attention)
-                with convolutions.own_convolutions(model), recurrences.own_recurrences(model):
+                with not_redirected(model, self.own_attention):
                     test = new_test()
-                model.set_attn_implementation(ATTENTION_KEY)
             if succession is None:
                 self.variable_part: str = self._find_variable_part(test is None or self._settle_decoder(test))
                 """What makes results depend on the schedule, or nothing."""

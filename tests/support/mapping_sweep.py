@@ -53,6 +53,8 @@ _AS_ANOTHER = {"gemma4_unified_text": "gemma4_text"}
 _MORE: dict[str, dict[str, Any]] = {
     "longcat_flash": {"num_layers": 2, "num_hidden_layers": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 32,
                       "ffn_hidden_size": 96},
+    "codegen": {"rotary_dim": 8}, "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"num_hidden_layers": 4, "window_size": 8, "attention_types": [[["global", "local"], 2]]},
 }
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pagedcore.errors import ModelTakenOver
-from pagedcore.models.attention.layers import AttentionLayer, RecordingStep
+from pagedcore.models.attention.layers import AttentionLayer, LayersByCall, RecordingStep
 from pagedcore.protocols import AttentionBackend, ConvolvesRows, Int32Array, RaggedRows
 from pagedcore_kernels.interface import StateBackend
 
@@ -32,7 +32,7 @@ class PagedStep:
 
     Args:
         attention: has memory for K and V, and has planned the batch.
-        layers: by the number that a module gives itself (``layer_idx``).
+        layers: by the number that a module gives itself (``layer_idx``), or by call.
         batch: the rows to compute.
         dtype: number format of the KV pool; calls in another one are converted.
         positions: int64 [T] of the batch where the model computes; by default on the CPU.
@@ -41,14 +41,14 @@ class PagedStep:
     ``slots`` [T] are the batch's, on the CPU; ``adapter_slots`` [T] those of the tokens' adapters, if any has one.
     """
 
-    __slots__ = ("_dtype", "_layers", "adapter_slots", "attention", "positions", "slots", "states")
+    __slots__ = ("_call", "_dtype", "_layers", "adapter_slots", "attention", "positions", "slots", "states")
 
     def __init__(
         self, attention: AttentionBackend, layers: Mapping[int, AttentionLayer], batch: RaggedRows, dtype: torch.dtype,
         positions: torch.Tensor | None = None, states: StateBackend | None = None,
     ) -> None:
         self.attention, self.states = attention, states
-        self._layers = layers
+        self._layers, self._call = layers, -1
         self._dtype = dtype
         self.positions = torch.from_numpy(batch.positions) if positions is None else positions
         self.slots = torch.from_numpy(batch.slot_mapping)
@@ -59,7 +59,10 @@ class PagedStep:
         arguments: Mapping[str, Any],
     ) -> torch.Tensor:
         """Store K and V unless another layer's are shared, and attend; shapes as in ``AttentionCall``."""
-        layer = self._layers[module.layer_idx]
+        number = module.layer_idx
+        if isinstance(self._layers, LayersByCall):
+            number = self._call = (self._call + 1) % len(self._layers)
+        layer = self._layers[number]
         if layer.owns_kv:
             self.attention.write_kv(layer.index, self._rows(key), self._rows(value))
         rows = self._rows(query)

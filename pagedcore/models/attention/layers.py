@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from pagedcore.errors import ModelNotSupported
+from pagedcore.models.attention import older_modules
 from pagedcore.models.attention.convolutions import weight_and_bias
 from pagedcore.models.attention.recurrences import RecordedStates
 
@@ -74,6 +75,10 @@ class AttentionLayer:
     """
 
 
+class LayersByCall(dict[int, AttentionLayer]):
+    """Those of a model in which a layer attends more than once in one forward: by the number of the call."""
+
+
 class RecordingStep:
     """Records every attention call, and what ``states`` would be kept, and returns zeros."""
 
@@ -106,15 +111,18 @@ def number_layers(model: Any) -> None:
 
 
 def layers_of(calls: list[AttentionCall | ConvolutionCall], config: Any) -> dict[int, AttentionLayer]:
-    """Translate recorded calls; keys are the modules' own numbers.
+    """Translate recorded calls; keys are the modules' own numbers, or ``LayersByCall``.
 
     Raises:
         ModelNotSupported: a call asks for something that an attention backend cannot do.
     """
-    layers: dict[int, AttentionLayer] = {}
-    index_of_key: dict[tuple[int, int], int] = {}
+    is_repeated = len({call.module.layer_idx for call in calls}) < len(calls)
+    if is_repeated and any(isinstance(call, ConvolutionCall) for call in calls):
+        raise ModelNotSupported("model: it has convolutions, and calls a layer twice in one forward.")
+    layers = LayersByCall() if is_repeated else dict[int, AttentionLayer]()
+    index_of_key: dict[tuple[int, ...], int] = {}
     layer_types = getattr(config, "layer_types", None)
-    for call in calls:
+    for order, call in enumerate(calls):
         if isinstance(call, ConvolutionCall):
             # Why its own number: nothing is read by two such layers.
             index = index_of_key.setdefault((-1, call.module.layer_idx), len(index_of_key))
@@ -125,13 +133,10 @@ def layers_of(calls: list[AttentionCall | ConvolutionCall], config: Any) -> dict
             continue
         _refuse_what_is_not_causal_attention(call)
         number, scale, head_size = call.module.layer_idx, call.arguments.get("scaling"), call.key.shape[3]
-        if number in layers:
-            raise _refusal(call, f"layer {number} attends twice in one forward")
         kind = None if layer_types is None else layer_types[number]
-        # Why not the address: this also tells tensors without memory apart.
-        place = int(call.key.untyped_storage()._cdata), int(call.key.storage_offset())
+        place = *_place_of(call.key), *_place_of(call.value)
         owns_kv = place not in index_of_key
-        layers[number] = AttentionLayer(
+        layers[order if is_repeated else number] = AttentionLayer(
             index=index_of_key.setdefault(place, len(index_of_key)),
             owns_kv=owns_kv,
             num_heads=call.query.shape[1],
@@ -145,6 +150,11 @@ def layers_of(calls: list[AttentionCall | ConvolutionCall], config: Any) -> dict
             query_tuning=_take_over_query_tuning(call.module),
         )
     return layers
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    # Why not the address: this also tells tensors without memory apart.
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
 def _refuse_what_is_not_causal_attention(call: AttentionCall) -> None:
@@ -169,6 +179,8 @@ def _window_of(call: AttentionCall, config: Any, kind: str | None) -> int:
     has_window = _masks_with_windows(call.module) if kind is None else kind == "sliding_attention"
     configured = int(getattr(config, "sliding_window", None) or 0) if has_window else 0
     passed = int(call.arguments.get("sliding_window") or 0)
+    if older_modules.is_known(call.module):
+        return passed
     if passed and passed != configured:
         number = call.module.layer_idx
         raise _refusal(call, f"layer {number} passes a window of {passed} tokens, its configuration means {configured}")

@@ -27,7 +27,7 @@ def test_an_architecture_runs_with_quantised_weights(entry: str, quantization: s
 
 @pytest.mark.parametrize(("entry", "word"), [
     (READS_A_WEIGHT, "equal"), ("kolibri1", "equal"), ("rwkv", "refused"), ("bloom", "refused"),
-    ("diffllama", "refused"), ("roberta", "refused"), ("mllama", "equal"), ("lfm3", "equal"),
+    ("diffllama", "equal"), ("roberta", "refused"), ("mllama", "equal"), ("lfm3", "equal"), ("gpt_neo", "equal"),
 ])
 def test_an_entry_of_the_mapping_is_equal_or_refused(entry: str, word: str, tmp_path: Path) -> None:
     """One of each kind; all of them are in ``make families``."""

@@ -20,8 +20,8 @@ from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.reference import ReferenceAttention
 from support.families import tiny_model
 
-NO_INTERFACE = ["falcon", "bloom", "mpt", "gptj", "codegen", "gpt_neo"]
-SILENTLY_WRONG = ["inkling_text", "qwen4_exp", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zaya"]
+NO_INTERFACE = ["falcon", "bloom", "mpt"]
+SILENTLY_WRONG = ["inkling_text", "qwen4_exp", "rwkv", "xlstm", "zamba", "zaya"]
 
 
 def take_over(model: Any) -> TransformersModel:
@@ -217,13 +217,21 @@ def _record(module: Any, *, mask: torch.Tensor | None = None, **arguments: Any) 
     (_record(_Module(), is_causal=False), "later tokens"),
     (_record(_Module(), position_bias=torch.zeros(1)), "'position_bias'"),
     (_record(_Module(), indices=torch.zeros(1)), "'indices'"),
-    (_record(_Module()) + _record(_Module()), "attends twice"),
     (_record(_Module(), sliding_window=5), "window of 5 tokens, its configuration means 0"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_calls_that_cannot_be_paged_are_refused(calls: list[AttentionCall], reason: str) -> None:
     """What an attention call asks for beyond causal attention is refused, with what it is."""
     with pytest.raises(ModelNotSupported, match=reason):
         layers_of(calls, object())
+
+
+def test_a_layer_that_attends_twice_keeps_both() -> None:
+    """Each call has keys and values of its own, also where the keys are the same ones, and is known by its number."""
+    first, second = _record(_Module())[0], _record(_Module())[0]
+    assert [one.index for one in layers_of([first], object()).values()] == [0]
+    twice = layers_of([first, dataclasses.replace(second, key=first.key)], object())
+    assert isinstance(twice, layers.LayersByCall)
+    assert [(number, one.index, one.owns_kv) for number, one in twice.items()] == [(0, 0, True), (1, 1, True)]
 
 
 def test_a_layer_without_a_number_is_refused() -> None:
