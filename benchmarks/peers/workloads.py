@@ -41,7 +41,8 @@ def workload(name: str) -> Workload:
     ``heavy``: 384 requests with prompts of 1 to 32 tokens and lengths spread as in ``pagedcore bench``'s
     ``heavy-tailed``: most generate a few tokens, some 256. ``w1``: 64 ragged requests. ``w2``: 32 requests with a
     shared prefix of 512 tokens that no cache has seen; ``w2p``: the same after one request with that prefix. ``w3``:
-    one stream; ``brief``: a short one. ``burst``: 16 short requests at once. ``eight``: as many of w3's shape at once;
+    one stream; ``brief``: a short one. ``burst``: 16 short requests at once. ``many``: 32 requests of 64
+    tokens that share none, answered with 32. ``eight``: as many of w3's shape at once;
     ``prompts``: the same, answered with one token. ``long8192``: one stream with a prompt of 8,192 tokens, or of any
     other number. ``warm``: four small ones. ``w3@1`` is of the same shape with other tokens.
     """
@@ -66,6 +67,8 @@ def workload(name: str) -> Workload:
         return Workload(name, [_tokens(rng, int(base.removeprefix(LONG)))], [32])
     if base in ("eight", "prompts"):
         return Workload(name, [_tokens(rng, 128) for _ in range(8)], [64 if base == "eight" else 1] * 8)
+    if base == "many":
+        return Workload(name, [_tokens(rng, 64) for _ in range(32)], [32] * 32)
     if base == "burst":
         return Workload(name, [_tokens(rng, 32) for _ in range(16)], [8] * 16)
     if base == "brief":
