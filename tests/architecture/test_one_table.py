@@ -11,8 +11,8 @@ from pagedcore.models.families.table import FAMILIES
 
 NAMES_OF_OTHERS = {
     *(("pagedcore.models.checkpoints.gguf_architectures", name)
-      for name in ("gemma3_text", "granite", "lfm2", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_5_text",
-                   "qwen3_moe")),
+      for name in ("gemma3_text", "granite", "lfm2", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_5_moe_text",
+                   "qwen3_5_text", "qwen3_moe")),
     *(("pagedcore.tokenizer.gguf_tokenizer", name) for name in ("lfm2", "llama", "qwen2")),
     ("pagedcore.plugins.builtin", "mistral"), ("pagedcore.plugins.builtin", "granite"),
 }

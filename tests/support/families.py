@@ -45,6 +45,9 @@ _KIMI: dict[str, Any] = {
 _MAMBA_2: dict[str, Any] = {
     "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8, "mamba_chunk_size": 16,
 }
+# Why half of a head: a quarter of so small a one is less than the fused kernels turn.
+_HALF_TURNED: dict[str, Any] = {"rope_parameters": {
+    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
 _CONVOLVING: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"]}
 
 #: Architecture -> what differs from the common configuration.
@@ -150,13 +153,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {**_QWEN_WINDOW},
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3": {**_HEAD, **_QWEN_WINDOW},
-    "qwen3_5_moe_text": {**_HEAD, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32},
-    # Why half of a head: a quarter of so small a one is less than the fused kernels turn.
-    "qwen3_5_text": {**_HEAD, **_DELTA, "rope_parameters": {
-        "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+    "qwen3_5_moe_text": {**_HEAD, **_DELTA, **_EXPERTS, **_HALF_TURNED, "shared_expert_intermediate_size": 64},
+    "qwen3_5_text": {**_HEAD, **_DELTA, **_HALF_TURNED},
     "qwen3_moe": {**_HEAD, **_EXPERTS},
     "qwen3_next": {
-        **_HEAD, **_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1],
+        **_HEAD, **_DELTA, **_EXPERTS, **_HALF_TURNED, "shared_expert_intermediate_size": 64, "mlp_only_layers": [1],
     },
     "recurrent_gemma": {
         "intermediate_size": 192, "attention_window_size": WINDOW, "block_types": ["recurrent", "attention"],

@@ -38,8 +38,8 @@ from pagedcore.models.decoders.recorded_steps import MOST_LOGITS, MOST_ROWS, Rec
 from pagedcore.models.decoders.rotary_angles import angles_by_layer
 from pagedcore.models.decoders.step_rows import StepRows
 from pagedcore.models.families.llama_modules import embedding_scale
-from pagedcore.models.linears.packed_experts import PackedExperts, pack_experts
-from pagedcore.models.linears.packed_linear import FASTEST, OnUnused
+from pagedcore.models.linears.packed_experts import pack_experts
+from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
 from pagedcore.models.linears.shared_embedding import share_rows
 from pagedcore.models.lora.slots import AdapterSlots, new_room
 from pagedcore.protocols import Int64Array, LinearFactory, RecordableAttention, ShowsKVPool
@@ -78,7 +78,6 @@ class FusedDecoder(Decoder):
     ) -> None:
         """Fuse the weights, one layer at a time; arguments as for ``best_decoder``, ``known`` as recognised."""
         fused, body, config, family = partial(fuse, linears, on_unused), model.model, model.config, known.family
-        pack = partial(pack_experts, linears=linears, routers=router_products(linears), on_unused=on_unused)
         multiplier = float(config.residual_multiplier) if family.has_multipliers else 1.0
         self._general = partial(ModuleDecoder, model, layers, on_unused, linears)
         self._embedding, self._scale = body.embed_tokens, embedding_scale(config, model.dtype)
@@ -86,12 +85,16 @@ class FusedDecoder(Decoder):
         gate = GatedActivation(known.activation, model.dtype)
         self._angles = tuple(set(angles))
 
+        def pack(mixture: Any) -> tuple[PackedLinear, ...]:
+            routed = pack_experts(mixture, linears=linears, routers=router_products(linears), on_unused=on_unused)
+            return *routed, *pack_linears(mixture, linears=linears, on_unused=on_unused).packed
+
         recurrent = {id(module): number for number, module in enumerate(known_recurrences(model))}
 
         def mixer(number: int, layer: Any) -> Mixer:
             if (place := layers.get(number)) is None:
                 module = layer.get_submodule(family.delta_rule)
-                return FusedDeltaRule(module, recurrent[id(module)], fused)
+                return FusedDeltaRule(module, recurrent[id(module)], family, fused)
             if place.convolution is not None:
                 return FusedConvolution(layer.get_submodule(family.convolution), place, fused)
             return FusedAttention(layer.self_attn, place, family, angles[number], fused)
@@ -121,12 +124,12 @@ class FusedDecoder(Decoder):
         return general
 
     def adapted(self, layers: Mapping[str, Any]) -> Iterable[str]:
-        """Return layers as ``AdaptedDecoder`` says: all parts of products between which there are rows alone, and
-        experts.
+        """Return layers as ``AdaptedDecoder`` says: all parts of products between which there are rows alone, experts,
+        and layers of experts for all rows.
         """
         own = {id(product) for layer in self._layers for product in layer.dense_products}
         return [name for name, part in layers.items()
-                if (isinstance(part, FusedPart) and id(part.whole) in own) or isinstance(part, PackedExperts)]
+                if not isinstance(part, FusedPart) or id(part.whole) in own]
 
     def use_adapters(self, adapters: AdapterSlots | None) -> None:
         """Update rows; see ``AdaptedDecoder``."""

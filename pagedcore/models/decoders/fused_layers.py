@@ -19,7 +19,7 @@ from torch import nn
 from pagedcore.models.attention.convolutions import weight_and_bias
 from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.attention.layers import AttentionLayer
-from pagedcore.models.decoders.fused_match import DELTA_INPUTS, has_experts
+from pagedcore.models.decoders.fused_match import has_experts
 from pagedcore.models.decoders.rotary_angles import RotaryAngles
 from pagedcore.models.decoders.step_rows import StepRows
 from pagedcore.models.families.table import Family
@@ -67,6 +67,8 @@ class Mixer(Protocol):
     place: AttentionLayer
     """What it does, as an attention backend is told."""
     products: tuple[PackedLinear, ...]
+    only_runs_kernels: bool = True
+    """Whether torch computes nothing between them."""
     output: PackedLinear
     """The product that follows, which is among ``products``."""
 
@@ -121,7 +123,7 @@ class FusedConvolution(Mixer):
 class FusedDeltaRule(Mixer):
     """A gated delta rule over the convolved projections of a row; states are those of the step."""
 
-    def __init__(self, module: Any, number: int, fuse: Fuse) -> None:
+    def __init__(self, module: Any, number: int, family: Family, fuse: Fuse) -> None:
         """Fuse the projections of a module, whose states are those of the recurrent layer ``number``."""
         dtype, self._number = module.out_proj.weight.dtype, number
         self.place = AttentionLayer(
@@ -134,7 +136,10 @@ class FusedDeltaRule(Mixer):
         self._gates = DeltaGates(module.A_log, module.dt_bias, dtype)
         self._norm = GatedNorm(module.norm.weight, norm_epsilon(module.norm), dtype)
         # Why two: an adapter updates three parts of a product at most.
-        self.inputs, self.rates = (fuse(module, names) for names in DELTA_INPUTS)
+        self.inputs, self.rates = (fuse(module, names) for names in family.delta_inputs)
+        self._in_order = module.fix_query_key_value_ordering if len(family.delta_inputs[0]) == 1 else None
+        """Sorts what the projections give head by head; ``None``: they give it in order."""
+        self.only_runs_kernels = self._in_order is None
         self.output = fuse(module, ("out_proj",))
         self.products = self.inputs, self.rates, self.output
 
@@ -143,8 +148,12 @@ class FusedDeltaRule(Mixer):
         place, count = self.place, len(normed)
         states: Any = step.states
         product: Any = rows.multiply("inputs", self.inputs, normed)
-        given, gate = product.split(self._sizes, dim=1)
-        b, a = rows.multiply("rates", self.rates, normed).chunk(2, dim=1)
+        rates: Any = rows.multiply("rates", self.rates, normed)
+        if self._in_order is None:
+            (given, gate), (b, a) = product.split(self._sizes, dim=1), rates.chunk(2, dim=1)
+        else:
+            *mixed, gate, b, a = (one[0].flatten(1) for one in self._in_order(product[None], rates[None]))
+            given = torch.cat(mixed, dim=1)
         convolved: Any = rows.room("convolved", self._sizes[0])
         states.convolve_to(convolved, self._number, 0, given, *self._filter, "silu")
         log_decay, beta = (rows.room(name, place.num_heads, torch.float32) for name in ("log decay", "beta"))
@@ -199,7 +208,7 @@ class FusedLayer:
         can_record = (isinstance(one.multiply, RecordableMatmul) and one.multiply.only_runs_kernels
                       for one in self.products)  # fmt: skip
         is_dense = self.experts is None and self.norm_in is not None and self.norm_between is not None
-        return is_dense and self._multiplier == 1.0 and all(can_record)
+        return is_dense and self._multiplier == 1.0 and self.mixer.only_runs_kernels and all(can_record)
 
     def mix(self, step: PagedStep, rows: StepRows, addend: torch.Tensor | None) -> torch.Tensor:
         """Add ``addend`` to the residual and return what the mixer makes of it, [T, out]."""

@@ -20,7 +20,7 @@ from pagedcore.models.families import llama_modules
 from pagedcore.models.families.table import FAMILIES, Family
 from pagedcore.models.linears import expert_modules
 from pagedcore.models.linears.packed_experts import left_alone
-from pagedcore.models.linears.packed_linear import FASTEST
+from pagedcore.models.linears.packed_linear import FASTEST, VECTOR
 from pagedcore.models.linears.stored_weight import StoredWeight, can_join
 from pagedcore.protocols import LinearFactory
 from pagedcore_kernels.cpu.layers.elementwise import can_compute
@@ -37,11 +37,8 @@ _EXPERTS: Final[Mapping[str, str | type[nn.Module]]] = {
 _CONVOLUTION: Final[Mapping[str, str | type[nn.Module]]] = {
     ".conv": "ShortConv", ".conv.conv": nn.Conv1d, ".conv.in_proj": nn.Linear, ".conv.out_proj": nn.Linear,
 }
-DELTA_INPUTS: Final = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
-"""Linear layers of a gated delta rule that become one product each: what is mixed, and rates."""
 _DELTA_RULE: Final[Mapping[str, str | type[nn.Module]]] = {
     "": "GatedDeltaNet", ".conv1d": nn.Conv1d, ".norm": "RMSNormGated", ".out_proj": nn.Linear,
-    **{f".{name}": nn.Linear for names in DELTA_INPUTS for name in names},
 }
 _ACTIVATIONS: Final = {
     "silu": ("silu", ("SiLUActivation", "SiLU")),
@@ -84,6 +81,9 @@ def recognise(
         all(linears.supports(model.dtype, width) for width in widths) and not left_alone(model, linears),
         f"no packed product here takes all its matrices in {model.dtype}",
     )
+    # Why: torch computes the last elements of rows of broken vectors in another way.
+    shared = config.shared_expert_intermediate_size if family.has_shared_expert else 0
+    require(shared % VECTOR == 0, "its shared experts are not of whole vectors")
     fits = can_compute(
         hidden_size=config.hidden_size, intermediate_size=_intermediate_size(model, family),
         head_size=next(one.key_head_size for one in layers.values() if one.key_head_size), dtype=model.dtype,
@@ -131,7 +131,7 @@ def require(is_known: object, reason: str) -> None:
 def _joined(model: Any, family: Family) -> list[list[Any]]:
     """Return the weights that become one product each."""
     layers, mlp = model.model.layers, family.name_of("mlp")
-    mixers = [("self_attn", family.qkv), *((family.delta_rule, names) for names in DELTA_INPUTS if family.delta_rule)]
+    mixers = [("self_attn", family.qkv), *((family.delta_rule, names) for names in family.delta_inputs)]
     parents = [(layer.get_submodule(name), names) for layer in layers for name, names in mixers
                if name in dict(layer.named_children())]  # fmt: skip
     parents += [(layer.get_submodule(mlp), family.gate_up) for layer in layers if not has_experts(layer, family)]
@@ -142,7 +142,8 @@ def _intermediate_size(model: Any, family: Family) -> int:
     """Return the width of the gated half of layers, which a configuration may mean otherwise than it says."""
     path = f'{family.name_of("mlp")}.{family.name_of("down_proj")}'
     dense = (layer for layer in model.model.layers if not has_experts(layer, family))
-    return int(next((layer.get_submodule(path).in_features for layer in dense), model.config.intermediate_size))
+    width = next((layer.get_submodule(path).in_features for layer in dense), None)
+    return int(width or model.config.to_dict().get("intermediate_size") or model.config.hidden_size)
 
 
 def has_experts(layer: Any, family: Family) -> bool:
@@ -165,10 +166,11 @@ def _has_known_modules(model: Any, family: Family) -> bool:
         if family.convolution and f"{place}.{family.convolution}" in modules:
             mixer = dict(_CONVOLUTION)
         elif family.delta_rule and f"{place}.{family.delta_rule}" in modules:
-            mixer = {f".{family.delta_rule}{path}": kind for path, kind in _DELTA_RULE.items()}
+            parts = {**_DELTA_RULE, **{f".{name}": nn.Linear for names in family.delta_inputs for name in names}}
+            mixer = {f".{family.delta_rule}{path}": kind for path, kind in parts.items()}
         norms = {f".{name}": "RMSNorm" for name in family.norms if name}
-        parts = {"": "DecoderLayer", **norms, **mixer, **(_EXPERTS if is_sparse else _mlp(family))}
-        known |= {place + _path(path, family): kind for path, kind in parts.items()
+        layer = {"": "DecoderLayer", **norms, **mixer, **(_experts(family) if is_sparse else _mlp(family))}
+        known |= {place + _path(path, family): kind for path, kind in layer.items()
                   if family.activation or not path.endswith(".act_fn")}
     return modules.keys() == known.keys() and all(
         _is(modules[path], kind, family) and _is_untouched(modules[path]) for path, kind in known.items()
@@ -186,10 +188,16 @@ def _attention(family: Family) -> dict[str, str | type[nn.Module]]:
     return {".self_attn": "Attention", **linears, **dict.fromkeys(norms, "RMSNorm")}
 
 
-def _mlp(family: Family) -> dict[str, str | type[nn.Module]]:
-    linears = dict.fromkeys((f".mlp.{name}" for name in (*family.gate_up, "down_proj")), nn.Linear)
-    activation = {f".mlp.{family.activation}": nn.Module} if family.activation else {}
-    return {".mlp": "MLP", **linears, **activation}
+def _mlp(family: Family, place: str = ".mlp") -> dict[str, str | type[nn.Module]]:
+    linears = dict.fromkeys((f"{place}.{name}" for name in (*family.gate_up, "down_proj")), nn.Linear)
+    activation = {f"{place}.{family.activation}": nn.Module} if family.activation else {}
+    return {place: "MLP", **linears, **activation}
+
+
+def _experts(family: Family) -> dict[str, str | type[nn.Module]]:
+    if not family.has_shared_expert:
+        return dict(_EXPERTS)
+    return {**_EXPERTS, **_mlp(family, ".mlp.shared_expert"), ".mlp.shared_expert_gate": nn.Linear}
 
 
 def _is(module: nn.Module, kind: str | type[nn.Module], family: Family) -> bool:

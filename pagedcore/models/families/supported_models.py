@@ -73,7 +73,7 @@ _CONVOLUTIONS: Final = {"lfm3", *(name for name, family in FAMILIES.items() if f
 """Architectures whose layers of type "conv" are those of ``attention/convolutions.py``."""
 _RECURRENT: Final = frozenset({
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba",
-    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_next", "recurrent_gemma", "zamba2",
+    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "recurrent_gemma", "zamba2",
     *(name for name, family in FAMILIES.items() if family.delta_rule),
 })
 """Architectures whose layers of the types ``_STATES`` are those of ``attention/recurrences.py``."""

@@ -89,8 +89,12 @@ class Family:
     """What it calls the short convolution that some layers have instead of attention; "": none has."""
     delta_rule: str = ""
     """What it calls the gated delta rule that some layers have instead of attention; "": none has."""
+    delta_inputs: tuple[tuple[str, ...], ...] = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+    """Linear layers of a gated delta rule that become one product each: what is mixed, and rates."""
     has_gates: bool = False
     """Whether what a layer attends is gated: each head of its queries is followed by a gate."""
+    has_shared_expert: bool = False
+    """Whether mixtures have an expert for all rows, behind a gate."""
 
     @property
     def always_attends(self) -> bool:
@@ -122,6 +126,10 @@ _LFM2: Final[Mapping[str, Any]] = {
     "activation": "", "convolution": "conv",
     "names": {"mlp": "feed_forward", "o_proj": "out_proj", "down_proj": "w2", "q_norm": "q_layernorm",
               "k_norm": "k_layernorm", "norm": "embedding_norm"},
+}
+_QWEN3_5: Final[Mapping[str, Any]] = {
+    "fields": {}, "norm_offset": 1.0, "has_head_norms": True, "has_gates": True, "delta_rule": "linear_attn",
+    "modules": {"model": "TextModel", "model.rotary_emb": "TextRotaryEmbedding"},
 }
 FAMILIES: Final[Mapping[str, Family]] = {
     "llama": Family(classes="Llama", fields={
@@ -181,9 +189,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "lfm2_moe": Family(
         classes="Lfm2Moe", has_experts=True, **{**_LFM2, "names": {**_LFM2["names"], "rotary_emb": "pos_emb"}}
     ),
-    "qwen3_5_text": Family(
-        classes="Qwen3_5", norm_offset=1.0, has_head_norms=True, has_gates=True, delta_rule="linear_attn", fields={},
-        modules={"model": "TextModel", "model.rotary_emb": "TextRotaryEmbedding"},
+    "qwen3_5_text": Family(classes="Qwen3_5", **_QWEN3_5),
+    "qwen3_5_moe_text": Family(classes="Qwen3_5Moe", has_experts=True, has_shared_expert=True, **_QWEN3_5),
+    "qwen3_next": Family(
+        classes="Qwen3Next", has_experts=True, has_shared_expert=True,
+        **{**_QWEN3_5, "modules": {}, "delta_inputs": (("in_proj_qkvz",), ("in_proj_ba",))},
     ),
     "olmoe": Family(
         classes="Olmoe", has_head_norms=True, norms_whole_rows=True, has_experts=True,

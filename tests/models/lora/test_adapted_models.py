@@ -38,7 +38,7 @@ LENGTHS, SLOTS = [19, 13, 22, 9, 11, 15], [0, 1, 2, 3, 1, 0]
 #: Fused and recorded, with norms of heads, fused names, multipliers; with experts; by transformers' own modules, whose
 #: layers may be convolutions, or recurrent.
 QUICK = ["qwen2", "gpt2", "qwen3_moe", "lfm2", "qwen3_5_text"]
-SLOW = ["mamba", "granitemoehybrid", "kimi_linear", "minimax",
+SLOW = ["qwen3_5_moe_text", "qwen3_next", "mamba", "granitemoehybrid", "kimi_linear", "minimax",
         "llama", "phi3", "gemma3_text", "granite", "gpt_neox", "deepseek_v3", "lfm2_moe", "lfm3"]
 FAMILIES = [*QUICK, *[pytest.param(one, marks=pytest.mark.slow) for one in SLOW]]
 
