@@ -9,7 +9,7 @@ Invariant: adjusted logits have the bits that they have on a CPU, each operation
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 from typing import Any, Final, Protocol, runtime_checkable
@@ -43,6 +43,14 @@ class DeviceTokens:
 
     device: Device
     choose: TokenChooser
+    latest: torch.Tensor | None = None
+    """There, int32: the tokens that were chosen last, 0 for rows without one; a token id of ``-1 - place`` in a batch
+    means one of these. ``None``: the model does not look there."""
+
+    def with_latest(self, num_rows: int) -> DeviceTokens:
+        """Return the same with room for the tokens of so many rows."""
+        with self.device.computing():
+            return replace(self, latest=torch.zeros(num_rows, dtype=torch.int32, device=self.device.torch_device))
 
 
 @runtime_checkable
@@ -70,39 +78,56 @@ class DeviceSampler:
         self._vocab_size = sampler.vocab_size
         self._adjusters: dict[int, RowAdjuster] = {}
 
-    @torch.inference_mode()
     def sample(
         self, logits: torch.Tensor, sequences: ListOf[Sequence], scored: ListOf[ScheduledRow] = ()
     ) -> SampledTokens:
-        """Choose one token per row, score the tokens of prompts, and wait once for what comes back.
+        """Choose one token per row, score the tokens of prompts, and wait once for what comes back; see ``begin``."""
+        return self.begin(logits, sequences, scored)()
+
+    @torch.inference_mode()
+    def begin(
+        self, logits: torch.Tensor, sequences: ListOf[Sequence], scored: ListOf[ScheduledRow] = ()
+    ) -> Callable[[], SampledTokens]:
+        """Begin to choose tokens; return what waits for them, and may see other tokens of no sequence until then.
 
         Args:
             logits: [S + P, vocab_size] on the device, in any float type; they are left alone.
-            sequences: [S]; row ``i`` is the distribution of what follows ``sequences[i].token_ids``.
+            sequences: [S]; row ``i`` is the distribution of what follows ``sequences[i].token_ids``. Of one that has
+                finished the token is of no use.
             scored: those whose ``scored_positions`` are the P further rows, one after the other.
         """
-        apart = [i for i, one in enumerate(sequences) if _is_seen_on_host(one)]
-        others = sorted(set(range(len(sequences))).difference(apart))
+        live = [i for i, one in enumerate(sequences) if one.finish_reason is None]
+        apart = [i for i in live if is_seen_on_host(sequences[i])]
+        others = sorted(set(live).difference(apart))
         reports = _Reports(
             {i: count for i in others if (count := sequences[i].num_logprobs) is not None}, self._vocab_size)
         with self._device.computing():
             drawn = logits[: len(sequences)]
             edits, failures = self._edits_of({i: sequences[i] for i in others})
             chosen = self._choose(self._adjusted(drawn, edits), _draws(sequences, others))
-            wanted = [torch.cat([chosen.to(torch.int32), *self._reported(drawn, chosen, reports)])]
+            narrow = chosen.to(torch.int32)
+            if (latest := self.tokens.latest) is not None and len(chosen):
+                # Why 0: a row that is broken has no token, and what is computed behind it is of no use.
+                torch.clamp(narrow, min=0, out=latest[: len(chosen)])
+            wanted = [torch.cat([narrow, *self._reported(drawn, chosen, reports)])]
             wanted += [_as_read(torch.stack([logits[i] for i in apart]))] if apart else []
             wanted += [_as_read(logits[len(sequences) :])] if scored else []
-            fetched = self._device.fetch_all(wanted)
-        words: Int32Array = fetched[0].numpy()
-        token_ids = words[: len(sequences)].astype(np.int64)
-        logprobs = reports.read(words[len(sequences) :], token_ids)
-        result = SampledTokens(token_ids, [logprobs.get(i) for i in range(len(sequences))], failures=failures)
-        if apart:
-            result = _put(result, apart, self._sampler.sample(fetched[1], [sequences[i] for i in apart]))
-        if scored:
-            prompts, errors = self._sampler.score(fetched[-1], scored)
-            result = replace(result, prompts=prompts, failures={**result.failures, **errors})
-        return result
+            fetch = self._device.begin_fetch(wanted)
+
+        def wait() -> SampledTokens:
+            fetched = fetch()
+            words: Int32Array = fetched[0].numpy()
+            token_ids = words[: len(sequences)].astype(np.int64)
+            logprobs = reports.read(words[len(sequences) :], token_ids)
+            result = SampledTokens(token_ids, [logprobs.get(i) for i in range(len(sequences))], failures=failures)
+            if apart:
+                result = _put(result, apart, self._sampler.sample(fetched[1], [sequences[i] for i in apart]))
+            if scored:
+                prompts, errors = self._sampler.score(fetched[-1], scored)
+                result = replace(result, prompts=prompts, failures={**result.failures, **errors})
+            return result
+
+        return wait
 
     def forget(self) -> None:
         """Forget the adjusters; they are made again from their sequences."""
@@ -184,8 +209,8 @@ class DeviceSampler:
         return [torch.cat(summaries).view(-1).gather(0, places)]
 
 
-def _is_seen_on_host(sequence: Sequence) -> bool:
-    """Whether a caller sees a row, or what it was drawn from."""
+def is_seen_on_host(sequence: Sequence) -> bool:
+    """Whether a caller sees a row, or what it was drawn from, so that its token is chosen on the host."""
     params = sequence.params
     return params.logits_processor is not None or (
         sequence.num_logprobs is not None and (params.return_logits or params.logprobs_mode == "processed"))

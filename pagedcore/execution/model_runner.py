@@ -6,7 +6,7 @@ a sequence or a block; the engine commits what this returns.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from math import log2
@@ -16,7 +16,7 @@ import torch
 
 from pagedcore.errors import InternalError, StepFailed
 from pagedcore.execution.compute_threads import ComputeThreads
-from pagedcore.execution.device_sampler import DeviceSampler, KeepsLogits
+from pagedcore.execution.device_sampler import DeviceSampler, KeepsLogits, is_seen_on_host
 from pagedcore.execution.failures import concerns_all_rows
 from pagedcore.execution.ragged_batch import NO_SLOTS, RaggedBatch, TableStack, build_batch
 from pagedcore.execution.sampler import SampledTokens, Sampler
@@ -94,6 +94,37 @@ class ModelRunner:
             if len(rows) == 1:
                 raise
             return self._compute_in_parts(rows, block_manager, error)
+
+    @property
+    def can_launch(self) -> bool:
+        """Whether ``launch`` can compute rows whose last tokens are not known on the host."""
+        return (there := self._sampler_there()) is not None and there.tokens.latest is not None
+
+    def launch(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> torch.Tensor:
+        """Begin to compute rows whose tokens ``choose`` chooses, and wait for nothing; return their logits.
+
+        No row has drafts or wants hidden states. Raises what the model raises, ``InternalError`` as ``execute``.
+        """
+        assert self._keeper is not None  # Invariant: ``can_launch`` was asked
+        batch = build_batch(rows, block_manager, self.slot_of, self._stack)
+        with self._threads.step(len(batch.token_ids)), self._threads.floats:
+            return self._keeper.forward_there(batch)
+
+    @staticmethod
+    def chosen_on_host(rows: ListOf[ScheduledRow]) -> set[int]:
+        """Return the ids of sequences whose tokens ``choose`` leaves to the host: nothing can follow before they are read.
+        """
+        return {row.sequence.sequence_id for row in rows if row.num_sampled and is_seen_on_host(row.sequence)}
+
+    def choose(self, logits: torch.Tensor, rows: ListOf[ScheduledRow]) -> Callable[[], SampledTokens]:
+        """Begin to choose the tokens of launched rows, all tokens before which are known now; return what waits for
+        them. Rows of sequences that have finished meanwhile get any.
+        """
+        there = self._sampler_there()
+        assert there is not None  # Invariant: as in ``launch``
+        with self._threads.floats:
+            return there.begin(logits, [row.sequence for row in rows if row.num_sampled],
+                               [row for row in rows if row.scored_positions])
 
     def _compute_in_parts(
         self, rows: ListOf[ScheduledRow], block_manager: BlockManager, error: Exception

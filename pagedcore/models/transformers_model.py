@@ -238,12 +238,18 @@ class TransformersModel:
         num_rows, num_tokens = self._largest_step
         return GraphedSteps(
             self._decoder, attention, self.layers, self.dtype, self._device.torch_device, self._device.graphs,
-            min(num_blocks, -(-num_tokens // block_size)), num_rows, self.num_short_tokens)
+            min(num_blocks, -(-num_tokens // block_size)), num_rows, self.num_short_tokens, self._latest)
+
+    @property
+    def _latest(self) -> torch.Tensor | None:
+        return None if self._device_tokens is None else self._device_tokens.latest
 
     @torch.inference_mode()
     def record_steps(self, num_rows: int, num_tokens: int) -> None:
         """Record decode steps, where they can be; see ``RecordsSteps``."""
         self._largest_step, attention, store = (num_rows, num_tokens), self._ready_attention(), self.cache_store
+        if self._device_tokens is not None:
+            self._device_tokens = self._device_tokens.with_latest(num_rows)
         self._graphed = self._new_graphs(attention)
         if self._graphed is not None and store is not None:
             with self._device.computing():
@@ -420,7 +426,7 @@ class TransformersModel:
     def _arguments(
         self, attention: AttentionBackend, batch: RaggedRows, further: Int64Array | None = None
     ) -> tuple[PagedStep, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        numbers = send_numbers(self._device, attention, batch, self.num_short_tokens, further)
+        numbers = send_numbers(self._device, attention, batch, self.num_short_tokens, further, self._latest)
         states = None if self.state_store is None else self.state_store.planned(batch)
         return PagedStep(attention, self.layers, batch, self.dtype, numbers[0], states), *numbers[1:]
 

@@ -25,6 +25,7 @@ from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.attention.layers import AttentionLayer
 from pagedcore.models.decoders.long_angles import places_of
 from pagedcore.models.decoders.plain import Decoder
+from pagedcore.models.decoders.step_numbers import look_up
 from pagedcore.protocols import RaggedRows
 from pagedcore_kernels.interface import RecordsLaunches
 
@@ -72,16 +73,17 @@ class GraphedSteps:
         most_blocks: of a row.
         most_rows: of a step that is recorded, ``MOST_ROWS`` at most.
         num_short_tokens: as in ``places_of``.
+        latest: as of ``DeviceTokens``; it stays where it is.
     """
 
     def __init__(
         self, decoder: Decoder, attention: RecordsLaunches, layers: Mapping[int, AttentionLayer], dtype: torch.dtype,
         device: torch.device, graphs: Graphs, most_blocks: int, most_rows: int = MOST_ROWS,
-        num_short_tokens: int | None = None,
+        num_short_tokens: int | None = None, latest: torch.Tensor | None = None,
     ) -> None:
         self._decoder, self._layers, self._dtype, self._device = decoder, layers, dtype, device
         self._attention: Any = attention
-        self._graphs, self._num_short_tokens = graphs, num_short_tokens
+        self._graphs, self._num_short_tokens, self._latest = graphs, num_short_tokens, latest
         self._most_rows, self._most_blocks = min(most_rows, MOST_ROWS), most_blocks
         self._frame: Any = None
         self._recordings: dict[int, _Recording] = {}
@@ -148,7 +150,9 @@ class GraphedSteps:
 
         def compute() -> torch.Tensor:
             self._attention.follow_stream()
-            return self._decoder(step, token_ids, places, rows)
+            # Why always: whether tokens are known on the host differs from step to step.
+            known = token_ids if self._latest is None else look_up(token_ids, self._latest)
+            return self._decoder(step, known, places, rows)
 
         expected = compute()[:num_rows]
         try:

@@ -20,7 +20,7 @@ _NO_ROWS: Final = np.empty(0, np.int64)
 
 def send_numbers(
     device: Device, attention: AttentionBackend, batch: RaggedRows, num_short_tokens: int | None,
-    further: Int64Array | None = None,
+    further: Int64Array | None = None, latest: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Let an attention backend plan a step, and send what else a decoder reads of it.
 
@@ -32,6 +32,7 @@ def send_numbers(
         batch: the step.
         num_short_tokens: as in ``places_of``.
         further: rows that are wanted besides ``batch.logits_rows``.
+        latest: as of ``DeviceTokens``.
 
     Returns:
         Positions, token ids and places [T], rows whose logits are wanted, and further ones. A lone row is there twice,
@@ -47,7 +48,15 @@ def send_numbers(
         attention.plan(batch)
         sent = device.upload(numbers)
     positions, token_ids, wanted, others, *places = sent
+    if latest is not None and (batch.token_ids < 0).any():
+        token_ids = look_up(token_ids, latest)
     return positions, token_ids, places[0] if places else positions, wanted, others
+
+
+def look_up(token_ids: torch.Tensor, latest: torch.Tensor) -> torch.Tensor:
+    """Return token ids [T], int32, where ``-1 - place`` stood for one of the ``latest``, as of ``DeviceTokens``."""
+    places = token_ids.bitwise_not().clamp(min=0)
+    return torch.where(token_ids < 0, latest.index_select(0, places), token_ids)
 
 
 def _twice(rows: Int64Array) -> Int64Array:
