@@ -167,6 +167,8 @@ class StepInFlight:
     plan: SchedulePlan
     reservation: Reservation | None
     """``None`` for a step that needs no block."""
+    is_queued: bool = False
+    """Whether whatever is done with blocks from now on comes behind the step."""
     gone: set[int] = field(default_factory=set)
     """Ids of sequences that were finished since; the step continues without them, even if they come back."""
 

@@ -19,6 +19,7 @@ from pagedcore.scheduler.adapter_slots import AdapterMoves, AdapterSlots
 from pagedcore.scheduler.batch_gate import ALWAYS_OPEN, BatchGate
 from pagedcore.scheduler.chunk_ends import kind_of_plan
 from pagedcore.scheduler.cost_model import CostModel
+from pagedcore.scheduler.foresight import Foresees
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan, StepInFlight
 from pagedcore.scheduler.plan_state import PlanningRules
 from pagedcore.scheduler.policies import Policy
@@ -33,7 +34,7 @@ from pagedcore.sequence import Sequence, SequenceStatus
 _WAITING, _RUNNING, _FINISHED, _REMOVED = SequenceStatus
 
 
-class Scheduler:
+class Scheduler(Foresees):
     """Waiting and running sequences over one block manager.
 
     Invariant: a live sequence is waiting or running; a finished one holds no device blocks, but they may be cached.
@@ -69,6 +70,7 @@ class Scheduler:
         """In policy order; like ``counters``, not for changing."""
         self.counters = SchedulerCounters()
         self._in_flight: StepInFlight | None = None
+        self._unread = []
         self.moves = Swapping(kv_cache, self.running, self.waiting, self.counters, preemption_rules)
         self.adapters = adapters if adapters is not None else AdapterSlots()
         """Where the adapters of sequences are."""
@@ -89,8 +91,8 @@ class Scheduler:
 
     @property
     def has_landed(self) -> bool:
-        """Whether no step is in flight."""
-        return self._in_flight is None
+        """Whether no step is in flight, and the tokens of all are known."""
+        return self._in_flight is None and not self._unread
 
     @property
     def is_gated(self) -> bool:
@@ -168,7 +170,7 @@ class Scheduler:
         """Let exactly these live sequences wait, with nothing computed, cached, reserved or on its way, in whatever
         state the queues and blocks are. The caller knows that no transfer is in flight.
         """
-        self._in_flight = None
+        self._in_flight, self._unread = None, []
         self._drafted = {}
         if self.speculation is not None:
             self.speculation.reset()
@@ -237,7 +239,7 @@ class Scheduler:
         speculation = self.speculation if most_tokens is None else None
         plan = self._plan(rules, may_wait=True, speculation=speculation)
         if not (plan.rows or plan.moves_blocks or self.is_gated or not self.has_work
-                or self.kv_cache.host.has_awaited or self._awaits_adapters(plan)):
+                or self.kv_cache.host.has_awaited or self._unread or self._awaits_adapters(plan)):
             plan = self._plan(rules, may_wait=False)
             # Why: a store that hangs may keep the blocks that are lacking; then only its end can help.
             if not plan.rows and not plan.moves_blocks and not self.kv_cache.host.withholds_blocks:
@@ -260,8 +262,10 @@ class Scheduler:
         self._require_current("make_room", plan)
         return self.moves.carry_out(plan)
 
-    def reserve(self, plan: SchedulePlan) -> tuple[tuple[int, int], ...]:
+    def reserve(self, plan: SchedulePlan, *, is_queued: bool = False) -> tuple[tuple[int, int], ...]:
         """Put every block of the step into the tables; return the (source, destination) blocks to copy first.
+
+        ``is_queued``: the step is launched at once, so that blocks which are moved later have what it writes.
 
         Raises:
             InternalError: the plan asks for room or is out of date, or the pool is too small for it; nothing changed.
@@ -274,7 +278,7 @@ class Scheduler:
         reservation = self._blocks.reserve(demands) if demands else None
         if demands and reservation is None:
             raise InternalError(f"reserve: {self._blocks.num_available_blocks} blocks are too few for the plan")
-        self._in_flight = StepInFlight(plan, reservation)
+        self._in_flight = StepInFlight(plan, reservation, is_queued)
         return reservation.copies if reservation is not None else ()
 
     def observe(self, plan: SchedulePlan, seconds: float) -> None:
@@ -310,7 +314,14 @@ class Scheduler:
         for row in rows:
             if row.num_sampled and row.sequence.sequence_id not in sampled:
                 raise InternalError(f"commit: no token for sequence {row.sequence.sequence_id}")
-        self._in_flight = None
+        self._land(step, rows)
+        if plan.num_drafts:
+            self._drafted = {row.sequence.sequence_id: row for row in rows if row.drafts}
+        return self._advance(rows, sampled)
+
+    def _land(self, step: StepInFlight, rows: ListOf[ScheduledRow]) -> None:
+        """Book all of a step that its rows have in common."""
+        plan, self._in_flight = step.plan, None
         if step.reservation is not None:
             step.reservation.commit()
         started = {one.sequence_id: one for one in plan.admitted if one.sequence_id not in step.gone}
@@ -329,9 +340,6 @@ class Scheduler:
                 self.moves.note_found(row.sequence, row.start)
         if self.adapters.slot_of:
             self.adapters.note_used(row.sequence.adapter for row in rows)
-        if plan.num_drafts:
-            self._drafted = {row.sequence.sequence_id: row for row in rows if row.drafts}
-        return self._advance(rows, sampled)
 
     def accept(self, drawn: Mapping[int, int]) -> list[NewToken]:
         """Book one more position of rows of the step that was just committed, of the draft that the last token of their
@@ -379,7 +387,8 @@ class Scheduler:
 
         Raises ``InternalError`` if a step is in flight.
         """
-        self._require_landed("snapshot")
+        if not self.has_landed:
+            raise InternalError("snapshot: a step is in flight, or its tokens are not known")
         live = {one.sequence_id: one for one in (*self.waiting, *self.running, *self.moves.sequences)}
         return {
             "sequences": [one.snapshot() for one in live.values()], **self.waiting.snapshot(),
@@ -452,7 +461,7 @@ class Scheduler:
         return self._in_flight
 
     def _require_landed(self, verb: str) -> None:
-        if not self.has_landed:
+        if self._in_flight is not None:
             raise InternalError(f"{verb}: the step before was neither committed nor rolled back")
 
     def _require_current(self, verb: str, plan: SchedulePlan) -> None:
@@ -467,7 +476,8 @@ class Scheduler:
         if not is_current:
             raise InternalError("the plan is out of date; a sequence moved after it was made")
 
-    def _advance(self, rows: ListOf[ScheduledRow], sampled: Mapping[int, int | None]) -> list[NewToken]:
+    def _advance(self, rows: ListOf[ScheduledRow], sampled: Mapping[int, int | None] | None) -> list[NewToken]:
+        """Book the positions of rows, and their tokens if these are known."""
         news = list[NewToken]()
         for row in rows:
             sequence = row.sequence
@@ -478,7 +488,7 @@ class Scheduler:
                 self.counters.num_decode_tokens += 1
             sequence.num_computed_tokens = known_end
             self._blocks.register(sequence, known_end)
-            if not row.num_sampled:
+            if sampled is None or not row.num_sampled:
                 if (first := sequence.hidden_from) is not None:
                     news += self._note_read(sequence, max(first, row.end))
                 continue
@@ -516,6 +526,8 @@ class Scheduler:
         self.running.remove_sequence(sequence)
         if self._in_flight is not None:
             self._in_flight.gone.add(sequence.sequence_id)
+        if self._unread:
+            self._forget_unread(sequence)
 
     def _mark_finished(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.move_to(_FINISHED)
@@ -525,8 +537,9 @@ class Scheduler:
         if self.speculation is not None:
             self.speculation.forget(sequence, reason)
         self.queues.note_length(sequence)
-        # Why: a step in flight has not filled all blocks of the table, so they cannot be copied to the host; and its
-        # next turn finds none that were computed by other angles.
-        is_movable = self._in_flight is None and not sequence.has_other_angles and sequence.hidden_from is None
+        # Why: a step in flight has not filled all blocks of the table, so they cannot be copied to the host unless the
+        # copy comes behind it; and its next turn finds none that were computed by other angles.
+        is_filled = self._in_flight is None or self._in_flight.is_queued
+        is_movable = is_filled and not sequence.has_other_angles and sequence.hidden_from is None
         self.moves.free_finished(sequence, is_trusted=reason != "error", is_movable=is_movable)
         sequence.follow_length()

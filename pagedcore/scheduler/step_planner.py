@@ -101,6 +101,8 @@ class StepPlanner:
             if sequence.prompt_logprobs is not None:
                 num_tokens = state.num_scorable_of(sequence, num_tokens)
             if num_tokens == 0:
+                if state.budget:
+                    continue  # its next token is drawn and not known yet
                 return
             number = sequence.sequence_id
             if number in state.preempted:

@@ -74,7 +74,7 @@ def run_step(scheduler: Scheduler, host: StepHost[Sampled], most_tokens: int | N
         InternalError: as ``Scheduler.schedule``. Whatever ``host.compute`` raises; the step is rolled back then.
     """
     if most_tokens is None:
-        _look_at_the_time(scheduler, host)
+        look_at_the_time(scheduler, host)
     plan = next_plan(scheduler, host, most_tokens)
     if plan.rows:
         copies, begun_s = scheduler.reserve(plan), host.now()
@@ -125,7 +125,7 @@ def next_plan(scheduler: Scheduler, host: StepHost[Sampled], most_tokens: int | 
     return plan
 
 
-def _look_at_the_time(scheduler: Scheduler, host: StepHost[Sampled]) -> None:
+def look_at_the_time(scheduler: Scheduler, host: StepHost[Sampled]) -> None:
     """Open the gate if it is due, and let a dynamic policy see the present."""
     if scheduler.waiting.gated and scheduler.gated_s(host.now()) <= 0.0:
         scheduler.waiting.open_gate()

@@ -51,7 +51,7 @@ DOOR = "decides at the door; whoever was accepted is accepted"
 
 LEFT_OUT: dict[type, dict[str, str]] = {
     Scheduler: {"_blocks": WIRING, "_num_pool_tokens": SETTING, "rules": SETTING, "gate": SETTING,
-                "_in_flight": LANDED, "_drafted": LANDED, "waiting": WIRING, "running": WIRING,
+                "_in_flight": LANDED, "_unread": LANDED, "_drafted": LANDED, "waiting": WIRING, "running": WIRING,
                 "speculation": DRAFTS, "_is_hybrid": SETTING, "_of_kind": SETTING},
     KVCacheManager: {},
     BlockManager: {"num_blocks": SETTING, "policy": SETTING, "block_size": SETTING, "copies_blocks": SETTING,

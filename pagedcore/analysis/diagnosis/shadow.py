@@ -23,6 +23,8 @@ from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
 from pagedcore.sequence import Sequence
 
 if TYPE_CHECKING:
+    import torch
+
     from pagedcore.execution.sampler import SampledTokens
     from pagedcore.kv_cache.block_manager import BlockManager
     from pagedcore.protocols import CacheStore, StateStore
@@ -249,19 +251,41 @@ class ShadowRunner(ModelRunner):
 
     def execute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         """Compute ``rows``. Raises as ``ModelRunner.execute``, and ``InternalError`` before a wrong slot is read."""
-        tables = [one.block_ids for one in block_manager.tables(row.sequence.sequence_id for row in rows)]
+        tag = self._begin(rows, block_manager)
+        sampled = super().execute(rows, block_manager)
+        tag()
+        return sampled
+
+    def launch(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> torch.Tensor:
+        """Begin to compute ``rows``. Raises as ``ModelRunner.launch``, and as ``execute``."""
+        self._tag_launched = self._begin(rows, block_manager)
+        return super().launch(rows, block_manager)
+
+    def choose(self, logits: torch.Tensor, rows: ListOf[ScheduledRow]) -> Callable[[], SampledTokens]:
+        """As ``ModelRunner.choose``; by now all tokens are known that were computed."""
+        self._tag_launched()
+        return super().choose(logits, rows)
+
+    def _begin(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> Callable[[], None]:
+        """Check what rows read; return what tags what they have computed, but for sequences that have ended."""
+        # Why copies: tables of sequences that end meanwhile are cut.
+        tables = [one.block_ids.copy() for one in block_manager.tables(row.sequence.sequence_id for row in rows)]
         for row, table in zip(rows, tables, strict=True):
             self._prepare(row, table)
         written = self._prepare_states(rows, block_manager) if isinstance(block_manager, HybridBlocks) else []
         if self._tags.violations:
             raise InternalError("; ".join(one.what for one in self._tags.violations))
-        sampled = super().execute(rows, block_manager)
-        for row, table in zip(rows, tables, strict=True):
-            tags = self._tags.expected(row.sequence, row.start, row.end, row.drafts)
-            self._tags.write(table, row.start, tags, row.end)
-        for row, state_id in zip(rows, written, strict=False):
-            self._tags.states[state_id] = self._tags.expected(row.sequence, row.end - 1, row.end, row.drafts)[0]
-        return sampled
+
+        def tag() -> None:
+            for place, (row, table) in enumerate(zip(rows, tables, strict=True)):
+                if row.sequence.finish_reason is not None:
+                    continue
+                tags = self._tags.expected(row.sequence, row.start, row.end, row.drafts)
+                self._tags.write(table, row.start, tags, row.end)
+                if written:
+                    self._tags.states[written[place]] = tags[-1]
+
+        return tag
 
     def _prepare_states(self, rows: ListOf[ScheduledRow], blocks: HybridBlocks) -> list[int]:
         """Check the states that a step reads; return those that it writes."""

@@ -27,10 +27,12 @@ from pagedcore.sequence import long_root
 from pagedcore.sessions.session_file import params_as_mapping
 
 FORMAT: Final = "pagedcore recording"
-VERSION: Final = 7
+VERSION: Final = 8
+_WITH_STATES: Final = 7
 _PLAIN: Final = 6
-"""What a file says whose model keeps no states and got no other weights, so that earlier versions can read it."""
-_READ: Final = (4, 5, _PLAIN, VERSION)
+"""What a file says whose steps were taken one by one, and one whose model keeps no states and got no other weights, so
+that earlier versions can read it."""
+_READ: Final = (4, 5, _PLAIN, _WITH_STATES, VERSION)
 """Files of version 5 know no drafts, those of version 4 no sequences that generate nothing either. Those of earlier
 versions were decided by other estimates of what steps cost, and cannot be decided again."""
 _MOST_REFUSED: Final = 2**53
@@ -88,8 +90,9 @@ class _Writer:
         parts = [(self._begin(segment), [canonical(self._event(one)) for one in list(segment.events)])
                  for segment in segments]
         has_states = any("num_states" in begin["settings"] for begin, _ in parts)
-        has_weights = any(name == "weights" for segment in segments for _, name, *_ in segment.events)
-        version = VERSION if has_states or has_weights else _PLAIN
+        verbs = {name for segment in segments for _, name, *_ in segment.events}
+        version = VERSION if verbs & {"foresee", "read"} else (
+            _WITH_STATES if has_states or "weights" in verbs else _PLAIN)
         yield canonical({**header, "format": FORMAT, "version": version, "has_tokens": self._keeps_tokens})
         yield canonical(self._rows.encode(self._roots))
         for begin, events in parts:
@@ -113,7 +116,7 @@ class _Writer:
 
     def _event(self, event: Event) -> list[Any]:
         now_s, name, arguments, decision = event
-        if name in ("commit", "accept"):
+        if name in ("commit", "accept", "read"):
             *named, token_ids = arguments
             for number, token_id in zip(named[-1], token_ids, strict=True):
                 self._lives[number].append(token_id)

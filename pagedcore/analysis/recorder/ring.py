@@ -73,7 +73,7 @@ class FlightRecorder:
         for owner, names in (
             (scheduler, ("add_sequences", "finish_sequence", "restart", "take_back", "add_branch", "cancel_branch",
                          "remove_sequence", "begin_step", "schedule", "make_room", "reserve", "rollback", "commit",
-                         "accept", "settle")),
+                         "accept", "settle", "foresee", "recall", "read")),
             (scheduler.moves, ("complete_transfer", "time_out_transfer", "take_due", "park", "fetch", "free_on_host")),
             (scheduler.waiting, ("open_gate", "count_as_new")),
             (scheduler.adapters, ADAPTER_VERBS),
@@ -137,8 +137,11 @@ class FlightRecorder:
         # Why not a full one before sequences are added: a further turn has changed its sequence by then.
         first = "begin_step" if self._scheduler.queues.is_dynamic else "schedule"
         may_begin = name == first or (name == "add_sequences" and self._needs_base)
-        if may_begin and self._scheduler.has_landed:
-            self._begin_segment_if_due()
+        if may_begin and (self._needs_base or self._is_full):
+            # Why not now: an engine that plans a step while another one is on its way ends that one first.
+            self._scheduler.must_rest = not self._scheduler.has_landed
+            if self._scheduler.has_landed:
+                self._begin_segment()
         if self._needs_base:
             return method(*given, **options)
         given = tuple([list(one) if isinstance(one, Iterator) else one for one in given])
@@ -196,12 +199,13 @@ class FlightRecorder:
     def _unknown(self, given: Iterable[Any]) -> set[int]:
         return {one.sequence_id for one in given if isinstance(one, Sequence)} - self._known
 
-    def _begin_segment_if_due(self) -> None:
+    @property
+    def _is_full(self) -> bool:
         last = self.segments[-1] if self.segments else None
-        is_full = last is not None and (last.num_steps >= self._max_steps or last.num_bytes >= self._max_bytes)
-        if not (self._needs_base or is_full):
-            return
-        state = self._scheduler.snapshot()
+        return last is not None and (last.num_steps >= self._max_steps or last.num_bytes >= self._max_bytes)
+
+    def _begin_segment(self) -> None:
+        state, is_full = self._scheduler.snapshot(), self._is_full
         numbers = {one["plain"]["sequence_id"] for one in state["sequences"]}
         for one in state["sequences"]:
             # Why: what the last segment ends with is compared with what this one begins with.
@@ -227,11 +231,11 @@ class FlightRecorder:
         ]
 
     def _arguments_of(self, name: str, given: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        if name == "commit":
+        if name in ("commit", "foresee"):
             for row in given[0].rows:
                 self._note_session(row.sequence.sequence_id, is_marked=row.sequence.is_in_session)
-            return self._sampled(given[1])
-        if name == "accept":
+            return self._sampled(given[1]) if name == "commit" else (sorted(given[1]),)
+        if name in ("accept", "read"):
             return self._sampled(given[0])[1:]
         plain = [self._plain(name, one) for one in given if not isinstance(one, SchedulePlan)]
         return (*plain, dict(options)) if options else tuple(plain)
@@ -264,13 +268,13 @@ class FlightRecorder:
             return
         segment = self.segments[-1]
         segment.events.append((self._clock.now(), name, arguments, decision))
-        segment.num_steps += name == "commit"
+        segment.num_steps += name in ("commit", "foresee")
         segment.num_bytes += _EVENT_BYTES
         if name == "schedule" and isinstance(decision, tuple):
             segment.num_bytes += 8 * len(decision[0])
         elif name == "beams":
             segment.num_bytes += 24 * (len(arguments[0]) + len(arguments[1]))
-        elif name in ("commit", "accept"):
+        elif name in ("commit", "accept", "read"):
             segment.num_bytes += 24 * len(arguments[0])
 
 
@@ -279,7 +283,7 @@ def decision_of(name: str, result: Any) -> Any:
     match result:
         case SchedulePlan():
             return _plan(result)
-        case list() if name in ("commit", "accept"):
+        case list() if name in ("commit", "accept", "read"):
             return [[new.sequence.sequence_id, new.finish_reason] for new in result if _has_ended(new)]
         case list():
             return [_transfer(one) if isinstance(one, Transfer) else one for one in result]

@@ -6,7 +6,7 @@ the gate) is in the recording, and everything else follows from it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,14 @@ from pagedcore.drafting.drafts import Drafts
 from pagedcore.errors import InternalError, PagedcoreError, RecordingError
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.scheduler.draft_costs import DraftCosts
-from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.plan import NewToken, SchedulePlan
 from pagedcore.scheduler.plan_state import PlanState
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.policy_guard import make_policy
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.speculation import Speculation, num_allowed
 
-_DECIDES = frozenset({"schedule", "make_room", "reserve", "commit", "accept", "take_due", "park", "fetch"})
+_DECIDES = frozenset({"schedule", "make_room", "reserve", "commit", "accept", "read", "take_due", "park", "fetch"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +144,8 @@ class SegmentReplay:
         self.recording, self.scheduler, self.sequences = recording, scheduler, sequences
         self.plan: SchedulePlan | None = None
         """The latest one."""
+        self._foreseen: SchedulePlan | None = None
+        """The step whose tokens are not read."""
         self._rows: dict[int, int] = {}
         self._drafts = scheduler.speculation = RecordedDrafts(scheduler)
         self.has_open_drafts = False
@@ -167,7 +169,7 @@ class SegmentReplay:
             except Exception as error:
                 is_same = isinstance(error, InternalError) and recorded == {"raised": type(error).__name__}
                 decided = recorded if is_same else {"raised": type(error).__name__}
-            replayed.num_steps += verb == "commit"
+            replayed.num_steps += verb in ("commit", "foresee")
             if verb in _DECIDES or decided is not None:
                 replayed.num_decisions += 1
                 if (was := canonical(recorded)) != (now := canonical(decided)):
@@ -190,7 +192,15 @@ class SegmentReplay:
                 self.has_open_drafts = False
                 self.scheduler.settle(self.plan)
             case "make_room" | "reserve" | "rollback":
-                return decision_of(verb, getattr(self.scheduler, verb)(self.plan))
+                return decision_of(verb, getattr(self.scheduler, verb)(self.plan, **(given[-1] if given else {})))
+            case "foresee" if self.plan is not None:
+                self._foreseen = self.plan
+                self.scheduler.foresee(self.plan, given[0])
+            case "recall":
+                self.scheduler.recall()
+            case "read":
+                self._note_ends(recorded)
+                return decision_of(verb, self.read_foreseen(self._next_token))
             case "commit":
                 return self._commit(given, recorded)
             case "in_session":
@@ -241,14 +251,19 @@ class SegmentReplay:
         plan = self.plan
         if plan is None or not isinstance(recorded, list):
             raise RecordingError("it has a step without a plan")
-        for row in plan.rows:
-            if row.sequence.prompt_logprobs is not None:
-                row.sequence.prompt_logprobs += [None] * len(row.scored_positions)  # type: ignore[list-item]
+        _note_scored(plan)
         self._note_ends(recorded)
         numbers, with_token = given[0], set(given[1])
         sampled = {number: self._next_token(number) if number in with_token else None for number in numbers}
         self.has_open_drafts = plan.num_drafts > 0
         return decision_of("commit", self.scheduler.commit(plan, sampled))
+
+    def read_foreseen(self, next_token: Callable[[int], int]) -> list[NewToken]:
+        """Read the step that was foreseen, if there is one: ``next_token`` says what each of its sequences gets."""
+        if self._foreseen is not None:
+            _note_scored(self._foreseen)
+        self._foreseen = None
+        return self.scheduler.read({number: next_token(number) for number in self.scheduler.unread})
 
     def _accept(self, numbers: list[int], recorded: Any) -> Any:
         self._note_ends(recorded)
@@ -261,3 +276,10 @@ class SegmentReplay:
     def _next_token(self, number: int) -> int:
         _, row = self.recording.rows[self._rows[number]]
         return row[len(self.sequences[number].token_ids)]
+
+
+def _note_scored(plan: SchedulePlan) -> None:
+    """Note what a computed step has scored of prompts."""
+    for row in plan.rows:
+        if row.sequence.prompt_logprobs is not None:
+            row.sequence.prompt_logprobs += [None] * len(row.scored_positions)  # type: ignore[list-item]

@@ -99,7 +99,7 @@ def recorded_outcome(recording: Recording, until: Place = EVERYTHING) -> Outcome
     events = list(events_between(recording, (0, 0), until))
     outcome = Outcome(seconds=events[-1][0] - events[0][0] if events else 0.0, num_refused=num_refused_in(events))
     for _, verb, _, decision in events:
-        outcome.num_steps += verb == "commit"
+        outcome.num_steps += verb in ("commit", "foresee")
         if verb == "schedule" and isinstance(decision, list):
             outcome.num_preemptions += len(decision[1].get("preempted", ()))
     lives = lives_of(recording, until)
@@ -161,7 +161,7 @@ def _follow(lives: dict[int, Life], now_s: float, verb: str, given: list[Any], d
         for number, count in decision[1].get("drafts", ()):
             if number in lives:
                 lives[number].drafts[lives[number].length] = count, 0
-    elif verb in ("commit", "accept"):
+    elif verb in ("commit", "accept", "read"):
         for number in given[-1]:
             if number in lives:
                 lives[number].length += 1

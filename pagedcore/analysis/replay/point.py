@@ -164,7 +164,7 @@ def _latest_turn(recording: Recording, number: int) -> tuple[Mapping[str, Any], 
     for segment in recording.segments:
         known: list[tuple[Any, Any]] = [(segment["state"]["sequences"], [])]
         for _, verb, given, _ in segment["events"]:
-            known.append((given, given[-1] if verb in ("commit", "accept") else []))
+            known.append((given, given[-1] if verb in ("commit", "accept", "read") else []))
         for values, grown in known:
             for one in described_in(values):
                 if one["plain"]["sequence_id"] == number:

@@ -188,9 +188,11 @@ class WhatIf:
         # Why also later ones: a request that never ran has no length to run with, so it stays refused.
         self.outcome.num_refused += num_refused_in(later) + sum(len(made.refused) for made in self.starting_states)
         self.outcome.num_preemptions += sum(made.num_preempted for made in self.starting_states)
+        scheduler.recall()
         for number in live:
             if not self._num_left(number):
                 self._finish(number)
+        self.publish_further(self._replay.read_foreseen(self._next_token))
         self._new_weights = list(reversed(new_weights_in(later)))
         ends = {given[0]: now_s for now_s, verb, given, _ in later if verb == "complete_transfer"}
         due = {one.transfer_id for one in scheduler.moves.due}
