@@ -241,7 +241,7 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         taken = accepted if accepted is not None else []
         num_before = len(taken)
         try:
-            with self._steps.change():
+            with self._steps.change(lands=False):
                 return self._accepted(self.requests.accept(processed, taken, held_s))
         except BaseException:
             # Why: an interrupt may come when it was taken already, and then no caller would know of it.
@@ -434,7 +434,7 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         request = self.requests.find(request_id)
         if request is None or request.is_done:
             return False
-        with self._steps.change():
+        with self._steps.change(lands=False):
             self._outputs.abort(request)
             self._transfers.advance()
         return True
@@ -447,14 +447,13 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
     def remove_request(self, request: Request) -> None:
         """Remove a finished request and free its blocks; a second call does nothing."""
         self._recover()
-        with self._steps.change():
+        with self._steps.change(lands=False):
             self.requests.remove(request)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Keep other threads out, and undo a step that broke off. Raises ``EngineInUse`` if one is in."""
-        with self._steps.exclusive():
-            self._recover()
+        """Keep other threads out, undo a step that broke off, and end one in flight. Raises ``EngineInUse``."""
+        with self._steps.at_rest():
             yield
 
     def add_observer(self, observer: EngineObserver) -> None:
@@ -463,14 +462,15 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         self.scheduler.queues.observers.append(observer)
 
     def has_pending_requests(self) -> bool:
-        """Whether any request waits or runs."""
-        return self.scheduler.has_work
+        """Whether any request waits or runs, or a step has ended whose outputs are not told."""
+        return self.scheduler.has_work or self._steps.has_landed
 
     def step(self) -> list[Delta]:
         """Run one step: every scheduled sequence advances; return what was added to each completion.
 
         Where all requests wait for company (``min_batch_size``), it sleeps a while, but not longer than they may wait.
-        Raises ``EngineClosed`` after ``close()``.
+        On a GPU, what was added is what the step before has computed, which this call has waited for after it has
+        launched the next one (docs/gpu.md). Raises ``EngineClosed`` after ``close()``.
         """
         return list(map(PendingOutput.take_delta, self._step_or_sleep()))
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from pagedcore.engine.interrupts import CtrlC
 from pagedcore.engine.step_host import BrokenOff, EngineHost
+from pagedcore.engine.steps_ahead import StepsAhead, TokensLost
 from pagedcore.errors import EngineClosed, EngineInUse, EngineOverloaded, InvalidRequest
 from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.execution.kv_transfers import KVTransfers
@@ -48,7 +49,11 @@ class StepRunner:
         self._outputs, self._rules, self._give_up = outputs, rules, give_up
         self._ctrl_c = CtrlC()
         self._adapters = adapters
-        self._host = EngineHost(runner, scheduler.kv_cache.device, transfers, outputs, clock, self._ctrl_c, adapters)
+        self._host = host = EngineHost(
+            runner, scheduler.kv_cache.device, transfers, outputs, clock, self._ctrl_c, adapters)
+        self._ahead = StepsAhead(scheduler, runner, host, outputs, self._apply_rules) if runner.can_launch else None
+        self._landed: SchedulePlan | None = None
+        """What was in flight and was ended before its time; its outputs are told with the next step."""
         # Why a lock that is never waited for: taking it and finding it taken are one operation.
         self._lock, self._owner = threading.RLock(), ""
         self._is_inside = False
@@ -60,7 +65,8 @@ class StepRunner:
         """Whether the last step computed nothing because the model failed."""
 
     def run(self) -> SchedulePlan:
-        """End what is over a limit, run one step, and return what was computed.
+        """End what is over a limit, run one step, and return what was computed; see ``StepsAhead`` for models that are
+        launched before the step before them is read.
 
         A step that lacks memory is undone and repeated once.
 
@@ -80,6 +86,9 @@ class StepRunner:
             raise MemoryError from error
 
     def _run_or_repeat(self) -> SchedulePlan:
+        if self._landed is not None:
+            plan, self._landed = self._landed, None
+            return plan
         try:
             with self._change():
                 return self._run()
@@ -97,6 +106,19 @@ class StepRunner:
             yield
         finally:
             self._lock.release()
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Keep other threads out, undo what broke off, and end the step in flight. Raises as ``change``."""
+        with self.exclusive():
+            self.recover()
+            self._land()
+            yield
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether the next step has something to tell, even if there is nothing to compute."""
+        return self._landed is not None
 
     def recover(self) -> None:
         """Undo what broke off, if anything did and it is over; for use while ``is_torn``.
@@ -131,6 +153,9 @@ class StepRunner:
             self._transfers.drain()
             self._outputs.undo_step(self._host.plan)
             self._runner.forget()
+            self._landed = None
+            if self._ahead is not None:
+                self._ahead.forget()
         except Exception as error:
             self.is_torn = False
             reason = f"this engine is closed, because a step broke off and could not be undone: {type(error).__name__}"
@@ -139,18 +164,42 @@ class StepRunner:
         self.is_torn = False
 
     @contextmanager
-    def change(self) -> Iterator[None]:
+    def change(self, *, lands: bool = True) -> Iterator[None]:
         """Change queues, blocks or requests; whatever breaks that off is undone, and a refusal changes nothing.
 
-        Raises ``EngineInUse`` as ``exclusive``.
+        ``lands``: a step in flight is ended first. Raises ``EngineInUse`` as ``exclusive``, and ``EngineClosed`` if the
+        device has failed for good.
         """
         with self.exclusive():
             if self._is_inside:
                 # Why: a tokenizer or an observer of the user's own may abort a request while a step is made.
                 yield
             else:
+                if lands:
+                    self._land()
                 with self._change():
                     yield
+                    if self._ahead is not None:
+                        self._ahead.leave_if_over()
+
+    def _land(self) -> None:
+        if self._ahead is None or not self._ahead.is_in_flight or self._is_inside:
+            return
+        with self._runner.floats, self._ctrl_c, self._change():
+            try:
+                self._landed = self._ahead.land()
+            except TokensLost as lost:
+                self._take_back(lost)
+            self.is_torn = False
+            self._outputs.note_step()
+
+    def _take_back(self, lost: TokensLost) -> None:
+        """Let what a step has computed be computed again, by itself."""
+        error = lost.cause
+        if isinstance(error, Exception) and not is_out_of_memory(error) and self._runner.has_lost_device:
+            self._end_without_device(error)
+        self._undo()
+        self.is_torn = True
 
     @contextmanager
     def _change(self) -> Iterator[None]:
@@ -173,10 +222,11 @@ class StepRunner:
         self.is_stalled = self.has_failed = False
         if self._adapters is not None:
             self._adapters.settle()
-        if self._scheduler.waiting.sequences:
-            self._rules.apply()
-        plan = self._compute(None)
-        if not plan.rows:
+        plan = self._step_ahead() if self._ahead is not None else None
+        if plan is None:
+            self._apply_rules()
+            plan = self._compute(None)
+        if not plan.rows and (self._ahead is None or not self._ahead.is_in_flight):
             self.is_stalled = self._scheduler.has_work and not self._scheduler.is_gated
             # Why not both: one that waits for a file need not wait for a transfer as well.
             awaits_file = self._adapters is not None and bool(plan.awaiting) and self.is_stalled
@@ -187,6 +237,23 @@ class StepRunner:
         self.is_torn = False
         self._outputs.note_step()
         return plan
+
+    def _apply_rules(self) -> None:
+        if self._scheduler.waiting.sequences:
+            self._rules.apply()
+
+    def _step_ahead(self) -> SchedulePlan | None:
+        """Take a step as ``StepsAhead`` does; ``None``: the next one has to be taken by itself."""
+        assert self._ahead is not None  # Invariant: the caller has looked
+        try:
+            return self._ahead.step()
+        except TokensLost as lost:
+            self._take_back(lost)
+            return None
+        except BrokenOff as broken:
+            self.is_torn = False
+            self._outputs.note_step()
+            raise broken.cause from None
 
     def _compute(self, most_tokens: int | None, *, is_halved: bool = False) -> SchedulePlan:
         """Run the step; if memory lacked, once more without its drafts, and once more with half of its tokens. What

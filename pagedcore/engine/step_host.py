@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pagedcore.engine.interrupts import CtrlC
 from pagedcore.execution.kv_transfers import KVTransfers
@@ -11,12 +12,17 @@ from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.protocols import Clock
 from pagedcore.requests.output_processor import OutputProcessor
-from pagedcore.scheduler.plan import SchedulePlan
+from pagedcore.scheduler.plan import ScheduledRow, SchedulePlan
 
 if TYPE_CHECKING:
+    import torch
+
     from pagedcore.execution.model_runner import ModelRunner
     from pagedcore.execution.sampler import SampledTokens
     from pagedcore.lora.loader import AdapterLoader
+
+
+_T = TypeVar("_T")
 
 
 class BrokenOff(BaseException):
@@ -54,6 +60,23 @@ class EngineHost:
     def compute(self, plan: SchedulePlan, copies: tuple[tuple[int, int], ...], begun_s: float) -> SampledTokens:
         """Run the model. Raises ``BrokenOff``."""
         self.plan = plan
+        return self._run(plan, copies, begun_s, self._runner.execute)
+
+    def launch(self, plan: SchedulePlan, copies: tuple[tuple[int, int], ...], begun_s: float) -> torch.Tensor:
+        """Begin to run the model; return logits on its device. Raises ``BrokenOff``."""
+        return self._run(plan, copies, begun_s, self._runner.launch)
+
+    def choose(self, plan: SchedulePlan, logits: torch.Tensor) -> Callable[[], SampledTokens]:
+        """Begin to choose tokens; return what waits for them. Raises ``BrokenOff``."""
+        try:
+            return self._runner.choose(logits, plan.rows)
+        except Exception as error:
+            raise BrokenOff(plan, error) from error
+
+    def _run(
+        self, plan: SchedulePlan, copies: tuple[tuple[int, int], ...], begun_s: float,
+        run: Callable[[ListOf[ScheduledRow], BlockManager], _T],
+    ) -> _T:
         if plan.admitted:
             self._outputs.note_started(plan, begun_s)
         try:
@@ -62,7 +85,7 @@ class EngineHost:
                 self._ctrl_c.raise_noted()
             if copies:
                 self._transfers.copy(copies)
-            return self._runner.execute(plan.rows, self._blocks)
+            return run(plan.rows, self._blocks)
         except BaseException as error:
             raise BrokenOff(plan, error) from error
         finally:

@@ -112,8 +112,7 @@ class ModelRunner:
 
     @staticmethod
     def chosen_on_host(rows: ListOf[ScheduledRow]) -> set[int]:
-        """Return the ids of sequences whose tokens ``choose`` leaves to the host: nothing can follow before they are read.
-        """
+        """Return the ids of sequences whose tokens ``choose`` leaves to the host, so that none can follow unread."""
         return {row.sequence.sequence_id for row in rows if row.num_sampled and is_seen_on_host(row.sequence)}
 
     def choose(self, logits: torch.Tensor, rows: ListOf[ScheduledRow]) -> Callable[[], SampledTokens]:

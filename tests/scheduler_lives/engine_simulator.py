@@ -27,6 +27,7 @@ from scheduler_lives.clients import FAILURES, PROMPT_TOKENS, Client
 from scheduler_lives.faults import Faults, RudeObserver, SimBackend, SimHybrid, SimTokenizer, silence
 from scheduler_lives.laws import SimulationFailure, failure_of, require
 from scheduler_lives.one_thread import Turns, one_thread
+from support.ahead import launched_ahead
 from support.doubles import VOCAB_SIZE, FakeClock, toy_answer
 from support.drafts import Adversary, Mistaken, assert_forgotten, draft_model, let_guess
 
@@ -39,7 +40,7 @@ class EngineSimulation:
 
     def __init__(
         self, seed: int, has_faults: bool = False, has_formation: bool = False, has_drafts: bool = False,
-        keeps_states: bool = False,
+        keeps_states: bool = False, is_ahead: bool = False,
     ) -> None:
         self.seed, self.has_faults, self.has_drafts = seed, has_faults, has_drafts
         self.rng = rng = random.Random(f"engine {seed}")
@@ -50,7 +51,8 @@ class EngineSimulation:
         self.trace: list[str] = []
         self.failures: list[str] = []
         self.clients: list[Client] = []
-        self.backend = (SimHybrid if keeps_states else SimBackend)(rng, self.faults, self._in_step)
+        kind = SimHybrid if keeps_states else SimBackend
+        self.backend = (launched_ahead(kind) if is_ahead else kind)(rng, self.faults, self._in_step)
         self.has_text = rng.random() < 0.5
         self.settings = self._draw_settings()
         if isinstance(self.backend, SimHybrid):

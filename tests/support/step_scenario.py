@@ -11,12 +11,13 @@ from typing import ClassVar
 from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
-from pagedcore.outputs import CompletionOutput
+from pagedcore.outputs import CompletionOutput, TokenLogprobs
 from pagedcore.protocols import FloatArray
 from pagedcore.request_options import NO_OPTIONS
 from pagedcore.requests.embedding import TextEncoder
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
+from support.ahead import launched_ahead
 from support.doubles import VOCAB_SIZE, FakeClock, ToyBackend, ToyHybrid, toy_answer
 from support.drafts import Adversary, Mistaken, draft_model, let_guess
 
@@ -65,6 +66,14 @@ def _bytes_of(vector: FloatArray | None) -> bytes | None:
     return None if vector is None else vector.tobytes()
 
 
+def _told(scored: Sequence[TokenLogprobs | None] | None) -> list[object] | None:
+    # Why rounded: where logits are on a device, last bits depend on the company.
+    return None if scored is None else [
+        None if one is None else (one.token_id, round(one.logprob, 5), [token_id for token_id, _ in one.top])
+        for one in scored
+    ]
+
+
 @dataclass
 class Scenario:
     """An engine with all requests waiting, one of which has waited too long."""
@@ -73,13 +82,14 @@ class Scenario:
     requests: list[Request]
     has_drafts: ClassVar[bool] = False
     keeps_states: ClassVar[bool] = False
+    is_ahead: ClassVar[bool] = False
 
     @classmethod
     def begin(cls) -> Scenario:
         """Make the engine; a beginning and the past of a session are cached."""
-        clock = FakeClock()
+        clock, kind = FakeClock(), ToyHybrid if cls.keeps_states else ToyBackend
         engine = Engine(build_components(
-            ToyHybrid() if cls.keeps_states else ToyBackend(), num_kv_blocks=48 if cls.has_drafts else 9, block_size=2,
+            launched_ahead(kind)() if cls.is_ahead else kind(), num_kv_blocks=48 if cls.has_drafts else 9, block_size=2,
             max_num_seqs=5,
             max_num_batched_tokens=24 if cls.has_drafts else 12,
             preemption="auto" if cls.keeps_states else "swap", host_kv_memory=None if cls.keeps_states else 32 * 32,
@@ -105,8 +115,9 @@ class Scenario:
     def results(self) -> list[list[CompletionOutput]]:
         """What every caller sees in the end, errors as their types."""
         return [
-            [(one.token_ids, one.text, one.finish_reason, one.logprobs, one.score, type(one.error)) for one in  # type: ignore[misc]
-             request.output().outputs] + [request.prompt_logprobs, _bytes_of(request.output().vector)]
+            [(one.token_ids, one.text, one.finish_reason, _told(one.logprobs), one.score and round(one.score, 5),  # type: ignore[misc]
+              type(one.error)) for one in
+             request.output().outputs] + [_told(request.prompt_logprobs), _bytes_of(request.output().vector)]
             for request in self.requests
         ]
 
