@@ -31,7 +31,7 @@ _NUM_TOKEN_IDS: Final = 256
 _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "model": rules.NAME, "num_steps": rules.integer(0, 2**53), "mean_error": rules.number(0),
     "max_model_len": rules.COUNT, "block_size": rules.COUNT, "num_kv_blocks": rules.COUNT,
-    "is_schedule_invariant": rules.BOOLEAN,
+    "is_schedule_invariant": rules.BOOLEAN, "num_states": rules.integer(0, 2**53),
 }
 
 
@@ -53,6 +53,8 @@ class Calibration:
     block_size: int
     num_kv_blocks: int
     is_schedule_invariant: bool
+    num_states: int = 0
+    """State blocks of a model with recurrent layers; 0: it has none."""
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -64,7 +66,7 @@ class Calibration:
             size = config.block_size or self.block_size
             config = replace(config, num_kv_blocks=max(1, self.num_kv_blocks * self.block_size // size))
         model = SimulatedModel(max_model_len=self.max_model_len, block_size=self.block_size,
-                               is_schedule_invariant=self.is_schedule_invariant)
+                               is_schedule_invariant=self.is_schedule_invariant, num_states=self.num_states)
         return SimulatedEngine(times=self.times, model=model, config=config)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -85,7 +87,8 @@ class Calibration:
         if data.pop("version", None) != _VERSION or not isinstance(data.get("times"), dict):
             raise InvalidConfig("step times: got another kind of file, allowed is one that "
                                 "`pagedcore simulate --calibrate` has written.")
-        # Why: a file that was written by hand may leave out what prompts cost on top.
+        # Why: a file that was written by hand may leave out what prompts cost on top, and a model may have no states.
+        data = {"num_states": 0} | data
         data["times"] = {one.name: 0.0 for one in fields(LoadTimes)[4:]} | data["times"]
         for wanted, found in ((names, set(data)), (costs, set(data["times"]))):
             if wanted != found:
@@ -147,7 +150,7 @@ def calibrate(
     return Calibration(
         model=name, times=replace(times, request_s=request_s), num_steps=len(steps), mean_error=error,
         max_model_len=stats.max_model_len, block_size=stats.block_size, num_kv_blocks=stats.num_blocks,
-        is_schedule_invariant=stats.is_schedule_invariant,
+        is_schedule_invariant=stats.is_schedule_invariant, num_states=stats.num_states,
     )
 
 

@@ -18,6 +18,7 @@ from pagedcore.analysis.load_simulation.costs import LoadTimes, prompt_work_of
 from pagedcore.analysis.load_simulation.workload import SimulatedRequest
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.engine.builder import build_components
+from pagedcore.engine.kv_memory import DEFAULT_MEMORY_SHARE
 from pagedcore.errors import EngineOverloaded, InternalError, InvalidConfig, RequestTooLarge
 from pagedcore.kv_cache.host_cache import Transfer
 from pagedcore.protocols import FloatArray, RaggedRows
@@ -28,6 +29,7 @@ from pagedcore.scheduler.step_time import StepTimes
 from pagedcore.sequence import Sequence
 
 _PARAMS: Final = SamplingParams(temperature=0.0, ignore_eos=True)
+_STATE_BYTES: Final = 2
 _GENERATED: Final = 2**50
 """Generated tokens have ids from here on, by sequence, so that no prompt shares them."""
 
@@ -42,11 +44,25 @@ class SimulatedModel:
     vocab_size: int = 1
     eos_token_ids: frozenset[int] = frozenset()
     kv_bytes_per_token: int = 1
+    num_states: int = 0
+    """State blocks that there is memory for, of a model with recurrent layers; 0: it has none."""
 
     @property
     def cache_store(self) -> Any:
         """Something, because engines can copy blocks; no block is ever copied here."""
         return self
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes that a state would have: any number, as only states share their memory."""
+        return _STATE_BYTES if self.num_states else 0
+
+    @property
+    def state_store(self) -> None:
+        """Nothing: no state is ever moved here."""
+
+    def allocate_states(self, num_states: int) -> None:
+        """Do nothing."""
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> None:
         """Do nothing: there are no bytes."""
@@ -56,8 +72,10 @@ class SimulatedModel:
         raise InternalError("a simulated model computes nothing")
 
     def free_kv_bytes(self) -> int:
-        """Return more bytes than any pool has."""
-        return 2**62
+        """Return more bytes than any pool has; with states, those of which an engine takes memory for these."""
+        if not self.num_states:
+            return 2**62
+        return math.ceil((self.num_states + 0.5) * _STATE_BYTES / DEFAULT_MEMORY_SHARE)
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Return the bytes that a block would have, one for each token."""
@@ -121,12 +139,16 @@ class Replica:
     def __init__(self, number: int, model: SimulatedModel, config: EngineConfig, times: StepTimes) -> None:
         """Build the scheduler that an engine with this configuration has.
 
-        Raises ``InvalidConfig`` as ``Engine.from_pretrained`` does, and for a host tier, whose transfers take no time
-        here.
+        Raises ``InvalidConfig`` as ``Engine.from_pretrained`` does, for a host tier, whose transfers take no time here,
+        and for a model with states whose pool is not given in blocks.
         """
         if config.host_kv_memory is not None:
             raise InvalidConfig("host_kv_memory: a simulated engine has none; leave it.")
+        if model.num_states and config.num_kv_blocks is None:
+            raise InvalidConfig("num_kv_blocks: got None, needed is a number for a simulated model with states, whose "
+                                "bytes are not known.")
         components = build_components(model, config=config)
+        config = components.config
         self.number, self.now_s, self.timeline = number, 0.0, Timeline()
         self.scheduler = components.scheduler
         is_static = not self.scheduler.queues.is_dynamic

@@ -23,9 +23,10 @@ from pagedcore.errors import InvalidConfig
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler import chunk_ends
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_time import StepTimes
-from support.doubles import FakeClock, ToyBackend
+from support.doubles import FakeClock, KeepsToyStates, ToyBackend
 
 TIMES = StepTimes(0.004, 0.0005, 0.0005, 1e-5)
 """Prompt and generated tokens cost the same, so that the stand-in below can tell a step's time from its arrays."""
@@ -40,10 +41,9 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def engine_of(**settings: Any) -> SimulatedEngine:
-    return SimulatedEngine(
-        times=TIMES, model=SimulatedModel(max_model_len=4096, block_size=4), config=EngineConfig(**SMALL | settings),
-    )
+def engine_of(num_states: int = 0, **settings: Any) -> SimulatedEngine:
+    model = SimulatedModel(max_model_len=4096, block_size=4, num_states=num_states)
+    return SimulatedEngine(times=TIMES, model=model, config=EngineConfig(**SMALL | settings))
 
 
 def load(rate: float = 30.0, num_requests: int = 30, **more: Any) -> list[SimulatedRequest]:
@@ -65,6 +65,25 @@ class _TimedBackend(ToyBackend):
         return super().forward(batch)
 
 
+class _TimedHybrid(KeepsToyStates, _TimedBackend):
+    """The same with states, and with memory for so many of them."""
+
+    def __init__(self, clock: FakeClock, most_states: int) -> None:
+        super().__init__(clock)
+        self._most_states = most_states
+
+    def free_kv_bytes(self) -> int:
+        """Of which three tenths are for states."""
+        return math.ceil((self._most_states + 0.5) * self.state_bytes / 0.3)
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """As much as tokens take."""
+        return block_size * self.kv_bytes_per_token
+
+    def release_kv(self) -> None:
+        """Nothing is to be freed."""
+
+
 def toy_prompt(request: SimulatedRequest, number: int) -> list[int]:
     """The same lengths and shared beginnings in the toy's vocabulary; a request's own tokens begin with its number."""
     (prefix, prefix_size), (_, own_size) = request.prompt
@@ -73,9 +92,14 @@ def toy_prompt(request: SimulatedRequest, number: int) -> list[int]:
 
 def on_an_engine(requests: list[SimulatedRequest], **settings: Any) -> list[tuple[float | None, float | None]]:
     """When each request has its first and its last token on an engine whose clock only its forwards advance."""
-    clock = FakeClock()
     config = EngineConfig(**SMALL | {"block_size": 4, "speculation": "off"} | settings)
-    engine = Engine(build_components(_TimedBackend(clock), config=config), clock)
+    clock = FakeClock()
+    return times_on(Engine(build_components(_TimedBackend(clock), config=config), clock), clock, requests)
+
+
+def times_on(
+    engine: Engine, clock: FakeClock, requests: list[SimulatedRequest]
+) -> list[tuple[float | None, float | None]]:
     start_s, waiting, handles = clock.now(), list(enumerate(requests)), []
     while waiting or engine.has_pending_requests():
         while waiting and start_s + waiting[0][1].arrival_s <= clock.now() + 1e-12:
@@ -105,10 +129,51 @@ def test_every_request_has_its_tokens_when_an_engine_gives_them(settings: dict[s
         assert outcome.finished_s == pytest.approx(last_s)
 
 
+@pytest.mark.parametrize(("num_states", "settings"), [
+    (16, {}), (10, {}), (16, {"num_kv_blocks": 14}), (16, {"scheduling_policy": "cache-aware"}),
+])
+def test_a_model_with_states_does_what_an_engine_of_it_does(
+    num_states: int, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a state is lacking a prefix is computed again, and with fewer states fewer sequences run: times, tokens
+    that were computed and found, and states that are kept and were evicted are those of an engine."""
+    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 8)
+    largest, clock = 4 * settings.get("num_kv_blocks", 24), FakeClock()
+    requests = [one for one in load() if one.prompt[1][1] > 1 and one.num_input + one.num_output <= largest]
+    config = EngineConfig(**SMALL | {"block_size": 4, "speculation": "off"} | settings)
+    real = Engine(build_components(_TimedHybrid(clock, num_states), config=config), clock)
+    wanted = times_on(real, clock, requests)
+    (replica,) = replicas = engine_of(num_states=num_states, **settings).replicas(1)
+    outcomes = []
+    for request in requests:
+        replica.run_until(request.arrival_s)
+        outcomes.append(replica.add_request(request))
+    replicas[0].run_until(math.inf)
+    for outcome, (first_s, last_s) in zip(outcomes, wanted, strict=True):
+        assert (outcome.first_token_s, outcome.finished_s) == (pytest.approx(first_s), pytest.approx(last_s))
+    counted, found = real.scheduler.stats(), replica.scheduler.stats()
+    for name in ("num_states", "num_states_kept", "num_states_evicted", "num_cached_tokens", "num_looked_up_tokens",
+                 "num_blocks_cached", "num_preemptions"):
+        assert getattr(found, name) == getattr(counted, name), name
+    done, made = real.scheduler.counters, replica.scheduler.counters
+    assert made.num_prefill_tokens + made.num_decode_tokens == done.num_prefill_tokens + done.num_decode_tokens
+    assert found.num_states == num_states
+    assert found.num_cached_tokens > 0
+
+
+def test_a_simulated_model_with_states_needs_a_number_of_blocks() -> None:
+    """Its bytes are not known, so a budget of bytes is refused."""
+    with pytest.raises(InvalidConfig, match="num_kv_blocks: got None"):
+        engine_of(num_states=8, num_kv_blocks=None, kv_cache_memory="1MiB").replicas(1)
+
+
 @pytest.mark.parametrize("rate", [5.0, 60.0])
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_equal_steps_committed_together_change_nothing(settings: dict[str, Any], rate: float) -> None:
+@pytest.mark.parametrize("settings", [*SETTINGS, {"num_states": 16}, {"num_states": 10, "num_kv_blocks": 14}], ids=str)
+def test_equal_steps_committed_together_change_nothing(
+    settings: dict[str, Any], rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planned one by one, the steps end at the same times to the last bit, and every outcome is the same."""
+    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 8)
     slow, fast = engine_of(**settings), engine_of(**settings)
     replicas = slow.replicas(1) + fast.replicas(1)
     replicas[0].jumps = False
