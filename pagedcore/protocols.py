@@ -195,7 +195,19 @@ class HostsKVPool(Protocol):
 
 
 class StateStore(Protocol):
-    """Reads and writes whole state blocks, between two forwards."""
+    """Moves whole state blocks, between two forwards; what a call moves has been moved when it returns."""
+
+    def allocate_host(self, num_states: int) -> None:
+        """Make room for so many state blocks on the host; called at most once, before anything is swapped."""
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy state blocks of the device to those of the host: (source, destination)."""
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy state blocks of the host to those of the device."""
+
+    def read_host_states(self, state_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of state blocks of the host, shape [N, state_bytes]."""
 
     def read_states(self, state_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Return the bytes of state blocks, shape [N, state_bytes]."""
@@ -222,7 +234,7 @@ class KeepsStates(Protocol):
 
     @property
     def state_store(self) -> StateStore | None:
-        """What moves the blocks, from ``allocate_states`` on; ``None`` if there is nothing."""
+        """What moves the blocks, from ``allocate_states`` on; ``None`` if there is nothing, and no host tier then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,7 @@ def _assemble(
         memory.num_blocks, memory.block_size, num_host_blocks=memory.num_host_blocks,
         policy=eviction.POLICIES[config.eviction_policy], secret=secrets.token_bytes(32),
         copies_blocks=memory.store is not None, num_states=memory.states.num_states,
+        num_host_states=memory.states.num_host_states, state_weight=memory.state_weight,
     )
     info, end_ids = _describe(name, backend, config, kv_cache), backend.eos_token_ids
     hooks = EngineHooks(manager, at_the_end=at_the_end)

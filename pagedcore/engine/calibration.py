@@ -13,6 +13,7 @@ import numpy as np
 
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import assemble
+from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.protocols import Clock, ModelBackend
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_time import StepTimes
@@ -38,11 +39,11 @@ def calibrate(
         transfers: move a few blocks.
     """
     blocks, host, costs = scheduler.kv_cache.device, scheduler.kv_cache.host, scheduler.costs
-    transfers.calibrate(costs, min(blocks.num_blocks, host.num_blocks))
+    transfers.calibrate(costs, min(blocks.num_blocks, host.num_blocks), host.states.num_states)
     most_tokens = min(blocks.num_blocks * blocks.block_size, most_tokens)
     seconds_of: dict[int, float] = {}
     try:
-        for size, seconds in _timed_forwards(backend, clock, blocks.block_size, most_tokens):
+        for size, seconds in _timed_forwards(backend, clock, blocks, most_tokens):
             # Why: whatever else the machine does makes a forward longer, never shorter.
             seconds_of[size] = min(seconds, seconds_of.get(size, seconds))
     except Exception:
@@ -57,36 +58,38 @@ def calibrate(
 
 
 def _timed_forwards(
-    backend: ModelBackend, clock: Clock, block_size: int, most_tokens: int
+    backend: ModelBackend, clock: Clock, blocks: BlockManager, most_tokens: int
 ) -> Iterator[tuple[int, float]]:
     """Yield (tokens, seconds) of forwards as long as there is time: ever larger ones, then the ends of these again."""
     # Why: the first one prepares memory and kernels, so it says nothing about the next.
-    _time_forward(backend, clock, block_size, 1)
+    _time_forward(backend, clock, blocks, 1)
     deadline_s, latest, expected_s = clock.now() + _MOST_S, dict[int, float](), 0.0
     most_tokens = min(_SIZES[-1], most_tokens)
     for size in (*(size for size in _SIZES if size < most_tokens), most_tokens):
         if clock.now() + expected_s > deadline_s:
             break
-        latest[size] = _time_forward(backend, clock, block_size, size)
+        latest[size] = _time_forward(backend, clock, blocks, size)
         yield size, latest[size]
         # Why: whatever a token costs, the next size is at most twice this one.
         expected_s = 2 * latest[size]
     for size in (min(latest), max(latest)) * _NUM_REPEATS if len(latest) > 1 else ():
         if clock.now() + latest[size] > deadline_s:
             return
-        latest[size] = _time_forward(backend, clock, block_size, size)
+        latest[size] = _time_forward(backend, clock, blocks, size)
         yield size, latest[size]
 
 
-def _time_forward(backend: ModelBackend, clock: Clock, block_size: int, num_tokens: int) -> float:
-    """Time the first chunk of one sequence, in the first blocks of the pool."""
+def _time_forward(backend: ModelBackend, clock: Clock, blocks: BlockManager, num_tokens: int) -> float:
+    """Time the first chunk of one sequence, in the first blocks of the pool, and in its first state if there are some.
+    """
     from pagedcore_kernels.cpu.runtime.float_state import DefaultFloatState
     from pagedcore_kernels.cpu.runtime.threads import num_threads_of_torch
 
-    one = np.ones(1, dtype=np.int64)
+    one, state = np.ones(1, dtype=np.int64), np.zeros(1, dtype=np.int32) if blocks.keeps_states else None
     batch = assemble(
         np.zeros(num_tokens, dtype=np.int64), 0 * one, num_tokens * one, seq_ids=0 * one,
-        tables=[np.arange(-(-num_tokens // block_size), dtype=np.int32)], block_size=block_size,
+        tables=[np.arange(blocks.blocks_for(num_tokens), dtype=np.int32)], block_size=blocks.block_size,
+        state_reads=state - 1 if state is not None else None, state_writes=state,
     )
     with DefaultFloatState(num_threads_of_torch()):
         before_s = clock.now()

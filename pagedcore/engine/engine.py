@@ -108,7 +108,7 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         )
         """All requests that were not removed, oldest first."""
         self._report = StepReport(scheduler, self._outputs)
-        self._transfers = KVTransfers(components.store, scheduler.moves, self.clock)
+        self._transfers = KVTransfers(components.store, scheduler.moves, self.clock, states=components.states[0])
         if kv_cache.host.num_blocks > 0 and config.preemption == "auto":
             self._calibrate(min(components.info.max_model_len, config.max_num_batched_tokens))
         self.turn_rules = TurnRules(scheduler, self._outputs, self.clock, config.queue_timeout_s)
@@ -590,17 +590,17 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
     def stats(self) -> EngineStats:
         """Return a snapshot of counters and occupancy."""
         kv_bytes, info, moved = self.components.kv_bytes, self.components.info, self.scheduler.counters
-        block_bytes, counts = kv_bytes // info.num_blocks, asdict(self._outputs.counters) | self._adapter_stats()
+        block_bytes, state_bytes = kv_bytes // info.num_blocks, self.components.states[1]
+        counts, speculation = asdict(self._outputs.counters) | self._adapter_stats(), self.scheduler.speculation
         for one in self.observers:
             counts.update(one.statistics())
-        speculation = self.scheduler.speculation
         return EngineStats(
             **asdict(self.scheduler.stats()),
             **counts,
             block_size=info.block_size, kv_bytes=kv_bytes,
             state_bytes=self.components.memory.states.num_bytes,
-            swapped_out_bytes=moved.num_blocks_swapped_out * block_bytes,
-            swapped_in_bytes=moved.num_blocks_swapped_in * block_bytes,
+            swapped_out_bytes=moved.num_blocks_swapped_out * block_bytes + moved.num_states_swapped_out * state_bytes,
+            swapped_in_bytes=moved.num_blocks_swapped_in * block_bytes + moved.num_states_swapped_in * state_bytes,
             max_num_seqs=info.max_num_seqs,
             max_model_len=info.max_model_len,
             attention_backend=info.attention_backend,

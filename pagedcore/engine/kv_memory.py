@@ -86,6 +86,11 @@ class KVMemory:
         self._log_sum(free_bytes)
         self.states.log_sum()
 
+    @property
+    def state_weight(self) -> float:
+        """As how many KV blocks a state counts where blocks are moved."""
+        return self.states.weight(self._own_bytes)
+
     def close(self) -> None:
         """Let the backend free the pool, where it can, and give back what was drawn; a second call does nothing.
 
@@ -121,7 +126,10 @@ class KVMemory:
                 f"host_kv_memory: got {num_bytes} bytes, allowed is at least one block ({self._own_bytes} bytes) and "
                 f"at most the {free_bytes} bytes that are free."
             )
-        return 0 if num_bytes is None else num_bytes // self._own_bytes
+        if num_bytes is None:
+            return 0
+        num_bytes = self.states.take_on_host(num_bytes, self._own_bytes)
+        return num_bytes // self._own_bytes if self._own_bytes else self._num_names(self.states.num_host_states)
 
     def _allocate_host(self, store: CacheStore | None) -> None:
         if store is None:
@@ -196,8 +204,10 @@ class KVMemory:
         """Return the blocks of a model without attention layers, which have no bytes and are the names of its states:
         those of every slot, and as far as numbers cost nothing, of every state.
         """
-        per_sequence = -(-self._length // self.block_size)
-        return max(self._useful_blocks(config), min(_MOST_NAMES, self.states.num_states * per_sequence))
+        return max(self._useful_blocks(config), self._num_names(self.states.num_states))
+
+    def _num_names(self, num_states: int) -> int:
+        return min(_MOST_NAMES, num_states * -(-self._length // self.block_size))
 
     def _useful_blocks(self, config: EngineConfig) -> int:
         """Return the blocks of every slot at full length; more could never be used."""

@@ -1,8 +1,9 @@
 """The memory for states of a model with recurrent layers: how many blocks, and how many sequences may run with them.
 
-States and KV share one budget of bytes. A running sequence takes two blocks, one that it reads and one that it writes;
-as many again keep states from which later requests begin, or more where states are small beside KV. Where that is more
-than half of the budget, fewer sequences run: neither kind of memory can be all taken by the other.
+States and KV share one budget of bytes, and so they do on the host. A running sequence takes two blocks, one that it
+reads and one that it writes; as many again keep states from which later requests begin, or more where states are small
+beside KV. Where that is more than half of the budget, fewer sequences run: neither kind of memory can be all taken by
+the other.
 """
 
 from __future__ import annotations
@@ -53,21 +54,14 @@ class StateMemory:
     """
 
     def __init__(self, backend: ModelBackend, config: EngineConfig, most_tokens: int, token_bytes: int) -> None:
-        """Look at the model, whose KV takes ``token_bytes`` for each of ``most_tokens`` at most.
-
-        Raises:
-            InvalidConfig: a setting asks for what states cannot do.
-        """
+        """Look at the model, whose KV takes ``token_bytes`` for each of ``most_tokens`` at most."""
         self._backend = backend if isinstance(backend, KeepsStates) and backend.state_bytes else None
         self.state_bytes = self._backend.state_bytes if self._backend is not None else 0
         """Of one block; 0: there are none."""
         self.num_states = 0
+        self.num_host_states = 0
+        """Blocks of the host tier."""
         self._wanted, self._most_tokens, self._token_bytes = config.max_num_seqs, most_tokens, token_bytes
-        if self._backend is not None and config.host_kv_memory is not None:
-            raise InvalidConfig(
-                "host_kv_memory: got a size, allowed is None for a model with recurrent layers: its states are not "
-                "moved to the host. Give kv_cache_memory more, which keeps states too."
-            )
 
     @property
     def num_bytes(self) -> int:
@@ -103,10 +97,46 @@ class StateMemory:
         self.num_states = min(useful, room // self.state_bytes)
         return num_bytes - self.num_bytes
 
+    def take_on_host(self, num_bytes: int, block_bytes: int) -> int:
+        """Choose the number of blocks that a host tier has room for; return the bytes that are left for KV.
+
+        Args:
+            num_bytes: of the host tier.
+            block_bytes: of a KV block; 0: KV has no bytes.
+
+        Raises:
+            InvalidConfig: it has not room for one state, and for KV.
+        """
+        if not self.state_bytes:
+            return num_bytes
+        room = int(num_bytes * MOST_SHARE) if block_bytes else num_bytes
+        if room < max(self.state_bytes, block_bytes):
+            least = int(max(self.state_bytes, block_bytes) / (MOST_SHARE if block_bytes else 1))
+            raise InvalidConfig(
+                f"host_kv_memory: got {num_bytes} bytes, allowed is at least {least} for this model: a state of "
+                f"{self.state_bytes} bytes" + (", and as much for KV." if block_bytes else "."))
+        # Why not more than blocks: each is found by one of these.
+        per_block = num_bytes // (self.state_bytes + block_bytes) if block_bytes else room
+        self.num_host_states = min(room // self.state_bytes, per_block)
+        return num_bytes - self.num_host_states * self.state_bytes
+
+    def weight(self, block_bytes: int) -> float:
+        """Return as how many KV blocks a state counts where blocks are moved."""
+        return self.state_bytes / max(1, block_bytes)
+
     def allocate(self) -> None:
-        """Allocate the blocks in the backend, which frees them with its KV."""
-        if self._backend is not None:
-            self._backend.allocate_states(self.num_states)
+        """Allocate the blocks in the backend, which frees them with its KV.
+
+        Raises ``InvalidConfig`` if there are to be some on the host, and the backend has nothing to move them with.
+        """
+        if self._backend is None:
+            return
+        self._backend.allocate_states(self.num_states)
+        if self.num_host_states:
+            if self._backend.state_store is None:
+                raise InvalidConfig("host_kv_memory: this model backend has no state_store to move states with; leave "
+                                    "it.")
+            self._backend.state_store.allocate_host(self.num_host_states)
 
     @property
     def store(self) -> StateStore | None:

@@ -1,7 +1,7 @@
 """Carries out the transfers that the scheduler books: starts them, measures them, reports their ends.
 
-Decides nothing. A transfer that the store cannot start, or does not end in time, has failed; no other transfer and no
-sequence waits for it. ``kv_pool`` moves the bytes.
+States are copied when their transfer starts, before its blocks are. Decides nothing. A transfer that the store cannot
+start, or does not end in time, has failed; no other transfer and no sequence waits for it. ``kv_pool`` moves the bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagedcore.errors import InternalError, InvalidConfig, is_passing
 from pagedcore.execution.machine import free_memory_bytes
 from pagedcore.kv_cache.host_cache import Direction, Transfer
 from pagedcore.kv_cache.prefix_cache import BlockMemory
-from pagedcore.protocols import CacheStore, Clock, PopulatesBlocks
+from pagedcore.protocols import CacheStore, Clock, PopulatesBlocks, StateStore
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.swapping import Swapping
 
@@ -37,9 +37,11 @@ class KVTransfers:
     """
 
     def __init__(
-        self, store: CacheStore | None, moves: Swapping, clock: Clock, longest_s: float = MAX_TRANSFER_S
+        self, store: CacheStore | None, moves: Swapping, clock: Clock, longest_s: float = MAX_TRANSFER_S,
+        states: StateStore | None = None,
     ) -> None:
         self._store, self._moves, self._clock, self._longest_s = store, moves, clock, longest_s
+        self._states = states
         self._started_s: dict[int, float] = {}
         self._late: set[int] = set()
         self._polled: Sequence[tuple[int, bool]] = ()
@@ -85,6 +87,8 @@ class KVTransfers:
             begin = self._beginning_of(transfer.direction)
             self._started_s[transfer.transfer_id] = self._clock.now()
             try:
+                if transfer.state_moves:
+                    self._copy_states(transfer.direction, [move[:2] for move in transfer.state_moves])
                 begin(transfer.transfer_id, transfer.pairs)
             except Exception:
                 self._report(transfer.transfer_id, is_ok=False)
@@ -142,11 +146,13 @@ class KVTransfers:
             self._late.add(transfer_id)
             self._moves.time_out_transfer(transfer_id)
 
-    def calibrate(self, costs: CostModel, num_blocks: int) -> None:
-        """Measure transfers of a few blocks each way, before the pool holds anything.
+    def calibrate(self, costs: CostModel, num_blocks: int, num_states: int) -> None:
+        """Measure transfers of a few blocks each way, with one of ``num_states`` if there are some, before the pool
+        holds anything.
 
         Raises ``InvalidConfig`` if the store fails or takes too long.
         """
+        num_moved = min(1, num_states)
         if self._store is None:
             return
         for count in _CALIBRATION_BLOCKS:
@@ -154,13 +160,17 @@ class KVTransfers:
             # Why: the first time touches fresh pages, which is not what a transfer costs later.
             for is_measured in (False, True):
                 for direction in Direction:
-                    seconds = self._time(self._store, direction, pairs)
+                    seconds = self._time(self._store, direction, pairs, num_moved)
                     if is_measured:
-                        costs.moves[direction].observe(len(pairs), seconds)
+                        costs.moves[direction].observe(costs.units(len(pairs), num_moved), seconds)
 
-    def _time(self, store: CacheStore, direction: Direction, pairs: Sequence[tuple[int, int]]) -> float:
+    def _time(
+        self, store: CacheStore, direction: Direction, pairs: Sequence[tuple[int, int]], num_states: int
+    ) -> float:
         before = self._clock.now()
         try:
+            if num_states:
+                self._copy_states(direction, [(0, 0)])
             self._beginning_of(direction)(0, pairs)
             while not store.poll_transfers(wait=True):
                 if self._clock.now() - before > self._longest_s:
@@ -180,6 +190,10 @@ class KVTransfers:
     def _beginning_of(self, direction: Direction) -> Callable[[int, Sequence[tuple[int, int]]], None]:
         assert self._store is not None  # Invariant: only an engine with a store has a host cache
         return self._store.start_swap_out if direction is Direction.OUT else self._store.start_swap_in
+
+    def _copy_states(self, direction: Direction, pairs: Sequence[tuple[int, int]]) -> None:
+        assert self._states is not None  # Invariant: only an engine with such a store has states on the host
+        (self._states.swap_out if direction is Direction.OUT else self._states.swap_in)(pairs)
 
     def _report(self, transfer_id: int, *, is_ok: bool) -> None:
         self._late.discard(transfer_id)

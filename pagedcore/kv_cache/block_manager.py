@@ -205,8 +205,10 @@ class BlockManager(BlockMemory):
         self.add_table(sequence.sequence_id, found.block_ids, found.num_tokens // self.block_size)
         sequence.num_computed_tokens = found.num_tokens
 
-    def bookkeeping(self, in_transfers: Iterable[int] = ()) -> BlockSnapshot:
-        """Copy the bookkeeping for the state laws; ``in_transfers`` are the blocks that transfers hold."""
+    def bookkeeping(self, in_transfers: Iterable[int] = (), moving: Iterable[int] = ()) -> BlockSnapshot:
+        """Copy the bookkeeping for the state laws; ``in_transfers`` are the blocks that transfers hold, ``moving`` the
+        states.
+        """
         tables = {sid: tuple(table.block_ids.tolist()) for sid, table in self._tables.items()}
         holds = Counter(block_id for table in tables.values() for block_id in table) + self._sources
         holds.update(in_transfers)
@@ -217,8 +219,8 @@ class BlockManager(BlockMemory):
         tables = [[number, one.block_ids.tolist(), one.num_registered] for number, one in self._tables.items()]
         return {**super().snapshot(), "tables": tables}
 
-    def restore(self, state: Mapping[str, Any], key_of: KeyOf) -> None:
-        """As ``BlockMemory.restore``, with the tables."""
+    def restore(self, state: Mapping[str, Any], key_of: KeyOf, moving: ListOf[int] = ()) -> None:
+        """As ``BlockMemory.restore``, with the tables; ``moving`` are the states that transfers hold."""
         super().restore(state, key_of)
         for number, block_ids, num_registered in state["tables"]:
             self.add_table(number, block_ids, num_registered)

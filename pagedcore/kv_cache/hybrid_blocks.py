@@ -6,21 +6,20 @@ position whose state was kept. Which ones are, ``scheduler/chunk_ends`` decides 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.memory_snapshot import BlockSnapshot
 from pagedcore.kv_cache.prefix_cache import Content, KeyOf, PrefixCache
-from pagedcore.kv_cache.prefix_match import NO_MATCH, FoundBlocks, PrefixMatch, contents, find_blocks
+from pagedcore.kv_cache.prefix_match import NO_MATCH, FoundBlocks, PrefixMatch, contents
 from pagedcore.kv_cache.reservation import Demand, Reservation
-from pagedcore.kv_cache.state_blocks import KeptState, StateBlocks
+from pagedcore.kv_cache.state_blocks import StateBlocks
+from pagedcore.kv_cache.state_match import blocks_before, find_with_state, kept_of, num_saved
 from pagedcore.sequence import Sequence
-
-_NO_BLOCKS: Final = FoundBlocks((), 0)
 
 
 class HybridBlocks(BlockManager):
@@ -34,7 +33,7 @@ class HybridBlocks(BlockManager):
 
     def __init__(self, num_blocks: int, block_size: int, num_states: int, **settings: Any) -> None:
         super().__init__(num_blocks, block_size, **settings)
-        self.states = StateBlocks(num_states)
+        self.states = StateBlocks(num_states, block_size)
         self.cache.forget_state = self.states.forget
         self._to_keep: set[int] = set()
         """Sequences of which the state behind the step in flight is to be found by others."""
@@ -57,10 +56,10 @@ class HybridBlocks(BlockManager):
     def match(self, sequence: Sequence, host: PrefixCache | None = None) -> PrefixMatch:
         """Find the longest beginning of a sequence whose KV and state the device holds."""
         with_tail: PrefixMatch | None = None
-        for kept, num_full in self._kept_of(sequence, sequence.num_reusable_tokens):
+        for kept, num_full in kept_of(self.hasher, sequence, sequence.num_reusable_tokens, self.states):
             if kept.tail and (with_tail is not None or not self.copies_blocks):
                 continue
-            if (found := self._blocks_before(sequence, kept, num_full)) is None:
+            if (found := blocks_before(self.hasher, sequence, kept, num_full, self.cache)) is None:
                 continue
             if not kept.tail:
                 match = PrefixMatch(found.block_ids, num_tokens=found.num_tokens, state=kept.state_id)
@@ -76,9 +75,22 @@ class HybridBlocks(BlockManager):
 
     def find(self, sequence: Sequence, num_tokens: int) -> FoundBlocks:
         """Find the longest beginning of at most ``num_tokens`` positions whose KV and state the device holds."""
-        found = (self._blocks_before(sequence, kept, num_full) for kept, num_full in
-                 self._kept_of(sequence, num_tokens))
-        return next((one for one in found if one is not None), _NO_BLOCKS)
+        return find_with_state(self.hasher, sequence, num_tokens, self.cache, self.states)
+
+    def share_blocks(self, sequence: Sequence, found: FoundBlocks) -> None:
+        """As ``BlockManager.share_blocks``, with the state that was found."""
+        super().share_blocks(sequence, found)
+        self.states.give(sequence.sequence_id, found.state)
+
+    def free_blocks(self, sequence: Sequence, *, num_kept_tokens: int = 0) -> int:
+        """As ``BlockManager.free_blocks``. What is kept ends where a state is: at most behind ``num_kept_tokens``."""
+        if 0 < num_kept_tokens < sequence.num_computed_tokens:
+            self.register_all(sequence)
+            found = self.find(sequence, num_kept_tokens)
+            num_kept_tokens = found.num_tokens
+            if num_kept_tokens:
+                self.states.give(sequence.sequence_id, found.state)
+        return super().free_blocks(sequence, num_kept_tokens=num_kept_tokens)
 
     def reserve(self, demands: Iterable[Demand]) -> Reservation | None:
         """As ``BlockManager.reserve``, with a state block for each demand: all of both, or nothing."""
@@ -126,24 +138,18 @@ class HybridBlocks(BlockManager):
                 sequence.num_computed_tokens = row[0]
         super().shorten(sequence)
 
-    def bookkeeping(self, in_transfers: Iterable[int] = ()) -> BlockSnapshot:
-        """As ``BlockManager.bookkeeping``, with the state blocks."""
-        return replace(super().bookkeeping(in_transfers), states=self.states.bookkeeping())
+    def bookkeeping(self, in_transfers: Iterable[int] = (), moving: Iterable[int] = ()) -> BlockSnapshot:
+        """As ``BlockManager.bookkeeping``, with the state blocks; ``moving`` are those that transfers hold."""
+        return replace(super().bookkeeping(in_transfers), states=self.states.bookkeeping(moving))
 
     def snapshot(self) -> dict[str, Any]:
-        """As ``BlockManager.snapshot``, with the state blocks: (KV block, state block, tokens saved) of what is kept.
-        """
-        kept = [[one.block_id, found.state_id, found.num_saved] for one in self.cache.registered
-                if (found := self.states.find(one.content.key)) is not None]
-        return {**super().snapshot(), "states": {**self.states.snapshot(), "kept": kept}}
+        """As ``BlockManager.snapshot``, with the state blocks."""
+        return {**super().snapshot(), "states": self.states.snapshot(self.cache)}
 
-    def restore(self, state: Mapping[str, Any], key_of: KeyOf) -> None:
-        """As ``BlockManager.restore``, with the state blocks."""
+    def restore(self, state: Mapping[str, Any], key_of: KeyOf, moving: ListOf[int] = ()) -> None:
+        """As ``BlockManager.restore``, with the state blocks; ``moving`` are those that transfers hold."""
         super().restore(state, key_of)
-        known = {one.block_id: one.content for one in self.cache.registered}
-        self.states.restore(state["states"], [
-            self._kept(known[block_id], state_id, num_saved) for block_id, state_id, num_saved in
-            state["states"]["kept"]])
+        self.states.restore(state["states"], self.cache, moving)
 
     def take_state_for(self, content: Content) -> int | None:
         """Take a block for the state behind a registered KV block, which the caller writes and gives back by
@@ -154,11 +160,7 @@ class HybridBlocks(BlockManager):
 
     def keep_state_of(self, content: Content, state_id: int, num_saved: int) -> None:
         """Let a state that the caller holds be found behind a registered KV block."""
-        self.states.keep(self._kept(content, state_id, num_saved))
-
-    def _kept(self, content: Content, state_id: int, num_saved: int) -> KeptState:
-        tail = content.token_ids if len(content.token_ids) < self.block_size else ()
-        return KeptState(state_id, content.key, content.parent_key, tail, num_saved)
+        self.states.keep(self.states.named(content, state_id, num_saved))
 
     def _keep_states(self, demands: ListOf[Demand]) -> None:
         for one in demands:
@@ -185,31 +187,7 @@ class HybridBlocks(BlockManager):
         self.hasher.extend(sequence.block_keys, sequence.block_root, sequence.token_ids, last)
         (content,) = contents(self.hasher, sequence, num_tokens, last)
         if self.cache.find(content) is not None:
-            before = next(self._kept_of(sequence, num_tokens - 1), None)
-            num_before = before[1] * self.block_size + len(before[0].tail) if before is not None else 0
-            self.keep_state_of(content, state_id, num_tokens - num_before)
-
-    def _kept_of(self, sequence: Sequence, limit: int) -> Iterator[tuple[KeptState, int]]:
-        """Yield the kept states of a sequence's first positions, deepest first, and the full blocks before each."""
-        keys, size, states = sequence.block_keys, self.block_size, self.states
-        self.hasher.extend(keys, sequence.block_root, sequence.token_ids, limit // size)
-        chain = [sequence.block_root, *keys[: limit // size]]
-        # Why: most of a long queue finds nothing, and shall cost little.
-        if not states.knows_any(chain):
-            return
-        for num_full in range(len(chain) - 1, -1, -1):
-            if tails := states.tails_behind(chain[num_full]):
-                rest = tuple(sequence.token_ids[num_full * size : min(limit, (num_full + 1) * size)])
-                same = [one for one in tails if one.tail == rest[: len(one.tail)]]
-                yield from ((one, num_full) for one in sorted(same, key=lambda one: -len(one.tail)))
-            if num_full and (kept := states.find(chain[num_full])) is not None:
-                yield kept, num_full
-
-    def _blocks_before(self, sequence: Sequence, kept: KeptState, num_full: int) -> FoundBlocks | None:
-        """Return the blocks of the positions before a kept state; ``None``: they hold something else."""
-        num_tokens = num_full * self.block_size + len(kept.tail)
-        found = find_blocks(self.hasher, sequence, num_tokens, self.cache)
-        return found._replace(state=kept.state_id) if found.num_tokens == num_tokens else None
+            self.keep_state_of(content, state_id, num_saved(self.hasher, sequence, num_tokens, self.states))
 
     def _truncate(self, sequence_id: int, num_blocks: int, *, is_minor: bool = False) -> int:
         if num_blocks == 0:

@@ -38,17 +38,19 @@ class KnownState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateSnapshot:
-    """The state blocks of the device at one moment."""
+    """The state blocks of one memory at one moment."""
 
     free_blocks: tuple[int, ...]
     idle_blocks: frozenset[int]
     reference_counts: tuple[int, ...]
     current: Mapping[int, int]
-    """The state of each sequence, by its id."""
+    """The state of each sequence, by its id; on the host, of those that it is pinned for."""
     written: Mapping[int, int]
     """What rows in flight write, by the ids of their sequences."""
     kept: Mapping[bytes, KnownState]
     """What can be found, by the keys of KV blocks."""
+    moving: Mapping[int, int]
+    """How often each block is part of a transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +65,4 @@ class BlockSnapshot:
     """Host blocks kept for sequences."""
     states: StateSnapshot | None = None
     """``None``: the model keeps none."""
+    host_states: StateSnapshot | None = None

@@ -16,7 +16,7 @@ class PrefixMatch:
     """The longest beginning of a sequence that need not be computed.
 
     Invariant: positions whose logits are needed are left to compute, at least the last known one.
-    Invariant: there are host blocks or a tail, not both.
+    Invariant: there are host blocks or a tail, not both; with a state on the host there is no tail.
     """
 
     device_blocks: tuple[int, ...] = ()
@@ -30,7 +30,19 @@ class PrefixMatch:
     state: int = -1
     """The state block that the sequence begins from, if its model keeps states and ``num_tokens`` is not 0."""
     shorter: PrefixMatch | None = None
-    """What covers less without a tail, of a match with a state and a tail."""
+    """What covers less without a tail, of a match with a state and a tail; without a load, of one with a state on the
+    host."""
+    host_state: int = -1
+    """The state block of the host that is to be loaded for the sequence to begin from, if there is one."""
+
+    @property
+    def is_to_load(self) -> bool:
+        """Whether something of it is on the host."""
+        return bool(self.host_blocks) or self.host_state >= 0
+
+    def unloaded(self, block_size: int) -> PrefixMatch:
+        """Return the part that the device holds."""
+        return self.shorter if self.host_state >= 0 and self.shorter is not None else self.without_tail(block_size)
 
     @property
     def held_blocks(self) -> tuple[int, ...]:

@@ -2,13 +2,14 @@
 
 A state is what all recurrent layers keep of a sequence at one position. A step reads the state of a row and writes
 another block, so a row holds two for the time of a step and one between steps. A state that is kept has the key of the
-KV block that ends at its position, and leaves with that block. Numbers only: it moves no bytes.
+KV block that ends at its position, and leaves with that block. The host's states are those of sequences whose KV is
+pinned there, and what is kept for others. Numbers only: it moves no bytes.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as ListOf
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -16,6 +17,7 @@ from typing import Any, Final, NamedTuple
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.memory_snapshot import KnownState, StateSnapshot
+from pagedcore.kv_cache.prefix_cache import Content, PrefixCache
 
 _WINDOW: Final = 8
 """Of so many states that were not used for longest, the one is evicted that is computed again soonest."""
@@ -36,15 +38,16 @@ class KeptState(NamedTuple):
 
 
 class StateBlocks:
-    """The state blocks of one device.
+    """The state blocks of one memory, beside KV blocks of ``block_size`` tokens.
 
-    Invariant: a block's references are the sequences whose state it is, and the rows in flight that write it.
+    Invariant: a block's references are the sequences whose state it is, the rows in flight that write it, and the
+        transfers that it is part of.
     Invariant: a block without a reference is free, or kept. One that is kept is not written.
     Invariant: a sequence's state is that of its computed positions; where none are computed it has none.
     """
 
-    def __init__(self, num_states: int) -> None:
-        self.num_states = num_states
+    def __init__(self, num_states: int, block_size: int) -> None:
+        self.num_states, self.block_size = num_states, block_size
         self.num_evictions = 0
         self.reset()
 
@@ -52,6 +55,11 @@ class StateBlocks:
     def num_used(self) -> int:
         """Blocks with a reference."""
         return self.num_states - self._pool.num_available
+
+    @property
+    def num_available(self) -> int:
+        """Blocks without a reference: free ones, and kept ones that would be evicted."""
+        return self._pool.num_available
 
     @property
     def num_kept(self) -> int:
@@ -87,11 +95,24 @@ class StateBlocks:
         # Why first: what a row begins from must be held before anything is allocated, or it could be evicted for that.
         for number, state_id in rows:
             if state_id >= 0:
-                self._idle.pop(state_id, None)
-                self._pool.add_reference(state_id)
-                self.current[number] = state_id
+                self.give(number, state_id)
         for (number, _), state_id in zip(rows, self.allocate(len(rows)), strict=True):
             self.written[number] = state_id
+
+    def hold(self, state_id: int) -> None:
+        """Add a reference to a state that is kept or held."""
+        self._idle.pop(state_id, None)
+        self._pool.add_reference(state_id)
+
+    def give(self, number: int, state_id: int) -> None:
+        """Let a state that is kept or held be a sequence's too, instead of the one that it has."""
+        self.hold(state_id)
+        self.free(self.current.pop(number, None))
+        self.current[number] = state_id
+
+    def take(self, number: int) -> int:
+        """Return a sequence's state, which it has no more; the reference passes to the caller."""
+        return self.current.pop(number)
 
     def advance(self, number: int) -> None:
         """Let what was written for a sequence be its state; nothing if nothing was."""
@@ -107,6 +128,11 @@ class StateBlocks:
         """Free all that a sequence holds; what is kept of it can still be found."""
         self.free(self.written.pop(number, None))
         self.free(self.current.pop(number, None))
+
+    def named(self, content: Content, state_id: int, num_saved: int) -> KeptState:
+        """Describe the state behind a KV block, to be kept."""
+        tail = content.token_ids if len(content.token_ids) < self.block_size else ()
+        return KeptState(state_id, content.key, content.parent_key, tail, num_saved)
 
     def keep(self, kept: KeptState) -> None:
         """Let a state that something holds be found, unless one is there under its key, or it is under another."""
@@ -154,37 +180,42 @@ class StateBlocks:
             raise InternalError(f"{num_states} state blocks were asked for, {len(self._pool.free_blocks)} are free")
         return taken
 
-    def bookkeeping(self) -> StateSnapshot:
-        """Copy the bookkeeping for the state laws."""
+    def bookkeeping(self, moving: Iterable[int]) -> StateSnapshot:
+        """Copy the bookkeeping for the state laws; ``moving`` are the blocks that transfers hold."""
         pool = self._pool
         return StateSnapshot(
             tuple(pool.free_blocks), frozenset(self._idle), tuple(pool.reference_counts), dict(self.current),
             dict(self.written), {one.key: KnownState(one.state_id, one.tail) for one in self._kept.values()},
+            Counter(moving),
         )
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self, cache: PrefixCache) -> dict[str, Any]:
         """Copy whose blocks are whose, and in which order what is kept is evicted, as plain values.
 
-        Keys are left out: what is kept is told by the registered KV block that has its key.
+        Keys are left out: what is kept is told by the block that ``cache`` has registered under its key, as (KV block,
+        state block, tokens saved).
         """
+        kept = [[one.block_id, found.state_id, found.num_saved] for one in cache.registered
+                if (found := self.find(one.content.key)) is not None]
         return {
             **self._pool.snapshot(), "current": [list(pair) for pair in self.current.items()],
-            "idle": list(self._idle), "num_evictions": self.num_evictions,
+            "idle": list(self._idle), "num_evictions": self.num_evictions, "kept": kept,
         }
 
-    def restore(self, state: Mapping[str, Any], kept: Iterable[KeptState]) -> None:
-        """Let empty blocks be as they were copied; ``kept`` is what could be found.
+    def restore(self, state: Mapping[str, Any], cache: PrefixCache, moving: Collection[int]) -> None:
+        """Let empty blocks be as they were copied, over a cache that is already so; ``moving`` is what transfers hold.
 
         Raises ``ValueError`` if two are kept in one block or under one key, or the numbers do not add up.
         """
-        for one in kept:
+        known = {one.block_id: one.content for one in cache.registered}
+        for one in [self.named(known[block_id], state_id, saved) for block_id, state_id, saved in state["kept"]]:
             if one.key in self._kept or one.state_id in self._key_of:
                 raise ValueError("two states are kept in one place")
             self.keep(one)
         self._pool.restore(state, self._key_of)
         self._idle = OrderedDict.fromkeys(state["idle"])
         self.current = {int(number): int(state_id) for number, state_id in state["current"]}
-        holds = Counter(self.current.values())
+        holds = Counter(self.current.values()) + Counter(moving)
         if set(self._idle) != self._pool.idle_blocks or any(
                 count != holds[one] for one, count in enumerate(self._pool.reference_counts)):
             raise ValueError("references of state blocks do not add up")

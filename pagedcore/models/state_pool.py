@@ -15,6 +15,7 @@ import torch
 from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore.protocols import RaggedRows
 from pagedcore_kernels.cpu.recurrence.states import RecurrentStates
+from pagedcore_kernels.cpu.runtime.huge_pages import populate
 from pagedcore_kernels.state_layout import StateLayout
 
 
@@ -30,25 +31,41 @@ class StatePool:
         Raises:
             InvalidConfig: there is not one block, or the memory for them cannot be had.
         """
-        self.layout, self._num_states = layout, num_states
+        self.layout, self._num_states, self._num_host_states = layout, num_states, 0
+        self._host: torch.Tensor | None = None
         self.open_again()
 
     def open_again(self) -> None:
         """Allocate what ``close`` has freed, with whatever bytes. Raises as ``__init__``."""
-        if self._num_states < 1:
-            raise InvalidConfig(f"states: got {self._num_states} blocks, allowed is at least 1.")
+        self.pool: torch.Tensor = self._allocate(self._num_states, "states", "kv_cache_memory, or max_num_seqs")
+        self.states: RecurrentStates | None = RecurrentStates(self.layout, self.pool)
+        if self._num_host_states:
+            try:
+                self.allocate_host(self._num_host_states)
+            except BaseException:
+                self.close()
+                raise
+
+    def allocate_host(self, num_states: int) -> None:
+        """Make room for so many state blocks on the host. Raises as ``__init__``."""
+        self._host = self._allocate(num_states, "host_kv_memory", "host_kv_memory")
+        self._num_host_states = num_states
+        populate(self._host)
+
+    def _allocate(self, num_states: int, what: str, setting: str) -> torch.Tensor:
+        if num_states < 1:
+            raise InvalidConfig(f"{what}: got {num_states} state blocks, allowed is at least 1.")
         try:
-            self.pool: torch.Tensor = self.layout.allocate(self._num_states)
+            return self.layout.allocate(num_states)
         except (RuntimeError, MemoryError, TypeError):
             raise InvalidConfig(
-                f"states: got {self._num_states} blocks of {self.layout.state_bytes} bytes, more than this machine "
-                "gives. Lower kv_cache_memory, or max_num_seqs."
+                f"{what}: got {num_states} state blocks of {self.layout.state_bytes} bytes, more than this machine "
+                f"gives. Lower {setting}."
             ) from None
-        self.states: RecurrentStates | None = RecurrentStates(self.layout, self.pool)
 
     def close(self) -> None:
         """Free all memory, also while this object is referenced."""
-        self.states, self.pool = None, torch.empty(0, dtype=torch.uint8)
+        self.states, self.pool, self._host = None, torch.empty(0, dtype=torch.uint8), None
 
     def planned(self, batch: RaggedRows) -> RecurrentStates:
         """Return what computes the recurrent layers of a batch.
@@ -66,6 +83,24 @@ class StatePool:
         contents: npt.NDArray[np.uint8] = self.pool.numpy()[list(state_ids)]
         return contents
 
+    def read_host_states(self, state_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of state blocks of the host, shape [N, state_bytes]."""
+        contents: npt.NDArray[np.uint8] = self._require_host().numpy()[list(state_ids)]
+        return contents
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy state blocks to the host: (source, destination)."""
+        _copy(self.pool, self._require_host(), pairs)
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy state blocks from the host."""
+        _copy(self._require_host(), self.pool, pairs)
+
+    def _require_host(self) -> torch.Tensor:
+        if self._host is None:
+            raise InternalError("states: there is no host memory")
+        return self._host
+
     def write_states(self, state_ids: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
         """Overwrite state blocks.
 
@@ -75,3 +110,10 @@ class StatePool:
         if contents.shape != (len(state_ids), self.layout.state_bytes):
             raise InternalError(f"write: got bytes of shape {contents.shape} for {len(state_ids)} states")
         self.pool.numpy()[list(state_ids)] = contents
+
+
+def _copy(source: torch.Tensor, destination: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    # Why not torch's copies: as in ``kv_pool``.
+    sources, destinations = source.numpy(), destination.numpy()
+    for here, there in pairs:
+        destinations[there] = sources[here]

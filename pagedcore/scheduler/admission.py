@@ -135,13 +135,18 @@ class Admission:
         self._available -= self._num_promised(candidate, match)
         if self._available < 0:
             return False
-        if not match.host_blocks:
+        if not self._state.has_states_for(candidate):
+            return self._ask_holders(candidate)
+        if not match.is_to_load:
             return self._start(candidate, match)
         # Why: what is pinned for the candidate is loaded, the rest only if that takes less time than to compute it.
         is_kept = candidate.sequence_id in self._host.pins
-        if not is_kept and not self._rules.preemption.is_worth_loading(len(match.host_blocks)):
-            return self._start(candidate, match.without_tail(self._blocks.block_size))
-        if len(match.host_blocks) + self._state.num_blocks_taken(match) > self._state.free:
+        size, num_blocks = self._blocks.block_size, len(match.host_blocks)
+        unloaded = match.unloaded(size)
+        num_tokens = match.num_tokens - unloaded.num_tokens if self._blocks.keeps_states else num_blocks * size
+        if not is_kept and not self._rules.preemption.is_worth_loading(num_blocks, num_tokens):
+            return self._start(candidate, unloaded)
+        if num_blocks + self._state.num_blocks_taken(match) > self._state.free:
             return self._ask_holders(candidate)
         # Why: one at a time. Room for a second load might be taken from what the second one found.
         self._state.swap_ins.append(SwapIn(candidate, match))

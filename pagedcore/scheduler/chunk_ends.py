@@ -54,6 +54,11 @@ class HybridPlanState(PlanState):
         super().add_row(sequence, start, cut - start, num_blocks, match)
         self.rows[sequence.sequence_id] = replace(self.rows[sequence.sequence_id], keeps_state=True)
 
+    def has_states_for(self, candidate: Sequence) -> bool:
+        """As ``PlanState.has_states_for``: what has been loaded has its own."""
+        is_loaded = self.blocks.num_blocks_of(candidate.sequence_id) > 0
+        return is_loaded or self.kv_cache.has_states_for([*self.running, *self.admitted], 1)
+
     def keys_to_come(self, sequence: Sequence, start: int) -> ListOf[bytes]:
         """Return the keys of the states that a sequence will leave from a position on."""
         size = self.blocks.block_size

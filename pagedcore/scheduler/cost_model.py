@@ -71,15 +71,23 @@ class CostModel:
     steps: StepTimeModel = field(default_factory=StepTimeModel)
     """Seconds of a step: the one model that policies, quotes and these estimates read."""
     moves: dict[Direction, Line] = field(default_factory=lambda: {way: Line(2e-5, 5e-5) for way in Direction})
-    """Seconds of a transfer by blocks, each way."""
+    """Seconds of a transfer by blocks, each way; ``units`` says how many blocks states count as."""
     loss_share: float = 0.5
     """Share of a shrunk sequence's cached rest that is evicted before it runs again, 0 to 1."""
     num_estimates: int = 0
     sum_relative_error: float = 0.0
+    state_weight: float = 0.0
+    """As how many blocks a state counts in a transfer, where the model keeps some."""
+
+    def units(self, num_blocks: int, num_states: int) -> float:
+        """Return as how many blocks these count in a transfer."""
+        return num_blocks + num_states * self.state_weight if num_states else num_blocks
 
     def swap_s(self, num_out: int, num_in: int) -> float:
-        """Seconds of moving so many blocks to the host and so many back."""
-        return self.moves[Direction.OUT].seconds(num_out) + self.moves[Direction.IN].seconds(num_in)
+        """Seconds of moving so many blocks of a sequence to the host and so many back, and its state if there is one.
+        """
+        out, back = self.moves[Direction.OUT], self.moves[Direction.IN]
+        return out.seconds(self.units(num_out, 1)) + back.seconds(self.units(num_in, 1))
 
     def compute_s(self, num_tokens: int) -> float:
         """Seconds of computing tokens in steps that take place anyway; each is one more position that is read."""
@@ -90,9 +98,11 @@ class CostModel:
         """Seconds of computing again what is freed of a sequence's end, and what others evict of the rest."""
         return self.compute_s(num_lost) + self.loss_share * self.compute_s(num_left)
 
-    def loading_saves_s(self, num_blocks: int, block_size: int) -> float:
-        """Seconds that moving full blocks to the device takes less than computing them; negative if it takes longer."""
-        return self.compute_s(num_blocks * block_size) - self.moves[Direction.IN].seconds(num_blocks)
+    def loading_saves_s(self, num_blocks: int, num_tokens: int) -> float:
+        """Seconds that moving so many blocks to the device, and a state if there is one, takes less than computing so
+        many tokens; negative if it takes longer.
+        """
+        return self.compute_s(num_tokens) - self.moves[Direction.IN].seconds(self.units(num_blocks, 1))
 
     def observe_loss(self, share: float) -> None:
         """Learn what share of a shrunk sequence's rest was evicted before it ran again; it depends on the load."""

@@ -54,6 +54,7 @@ class PlanState:
         self.arriving = self.host.num_leaving_blocks if has_host else 0
         """Blocks that will be available after this step and are not promised yet."""
         self.room_on_host = self.host.num_available_blocks if has_host else 0
+        self.state_room_on_host = self.host.states.num_available
         self.budget, self._num_scorable = rules.max_num_batched_tokens, rules.max_scored_tokens
         self.rows: dict[int, ScheduledRow] = {}
         self.admitted: list[Sequence] = []
@@ -72,6 +73,10 @@ class PlanState:
         phase = self.rules.phase
         is_decode = len(sequence.token_ids) - start == 1 and start >= sequence.num_prompt_tokens
         return phase == "mixed" or is_decode == (phase == "decode")
+
+    def has_states_for(self, candidate: Sequence) -> bool:
+        """Whether a waiting sequence can have the states that it needs to start, or to be loaded."""
+        return True
 
     def num_blocks_taken(self, match: PrefixMatch) -> int:
         """Available blocks that are not available once a match is held; a copied tail counts until the copy."""

@@ -79,16 +79,18 @@ class PreemptionRules:
         """Return the cheapest way to preempt a victim that leaves as much of it as ``lacking`` blocks allow."""
         return min(self._options(victim, lacking), key=attrgetter("estimated_s"))
 
-    def is_worth_loading(self, num_blocks: int) -> bool:
-        """Whether to load so many blocks that the host has, rather than to compute them."""
-        return self.mode != "auto" or self.costs.loading_saves_s(num_blocks, self.block_size) >= 0
+    def is_worth_loading(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether to load so many blocks that the host has, rather than to compute so many tokens."""
+        return self.mode != "auto" or self.costs.loading_saves_s(num_blocks, num_tokens) >= 0
 
-    def is_worth_keeping(self, num_blocks: int, share: float) -> bool:
-        """Whether to copy so many finished blocks to the host, a share of which will be asked for again."""
+    def is_worth_keeping(self, num_blocks: int, num_tokens: int, share: float) -> bool:
+        """Whether to copy so many finished blocks to the host, a share of which will be asked for again instead of
+        computing so many tokens.
+        """
         if self.mode != "auto":
             return True
-        copying_s = _KEEPING_FACTOR * self.costs.moves[Direction.OUT].seconds(num_blocks)
-        return copying_s <= share * self.costs.loading_saves_s(num_blocks, self.block_size)
+        copying_s = _KEEPING_FACTOR * self.costs.moves[Direction.OUT].seconds(self.costs.units(num_blocks, 1))
+        return copying_s <= share * self.costs.loading_saves_s(num_blocks, num_tokens)
 
     def _cover(self, lacking: int, victims: ListOf[Victim]) -> list[Preemption]:
         """Take the cheapest single victim that is enough, or else the cheapest by block until it is enough."""

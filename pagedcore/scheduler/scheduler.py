@@ -55,7 +55,7 @@ class Scheduler(Foresees):
         self._blocks = kv_cache.device
         self._is_hybrid, self._of_kind = kv_cache.device.keeps_states, kind_of_plan(kv_cache)
         self._num_pool_tokens = self._blocks.num_blocks * self._blocks.block_size
-        self.costs = CostModel()
+        self.costs = CostModel(state_weight=kv_cache.state_weight)
         preemption_rules = PreemptionRules(preemption, self.costs, self._blocks.block_size)
         self.rules = PlanningRules(
             max_num_seqs, max_num_batched_tokens, admission == "guaranteed" or policy.promises, policy,

@@ -31,13 +31,16 @@ class SchedulerCounters:
     num_stalled_rows: int = 0
     num_blocks_swapped_out: int = 0
     num_blocks_swapped_in: int = 0
+    num_states_swapped_out: int = 0
+    num_states_swapped_in: int = 0
     num_failed_transfers: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
 
     def snapshot(self) -> dict[str, Any]:
-        """Copy all counts as plain values."""
-        return asdict(self) | {"num_preemptions": {kind.value: num for kind, num in self.num_preemptions.items()}}
+        """Copy all counts as plain values; those of moved states if there are any."""
+        counts = asdict(self) | {"num_preemptions": {kind.value: num for kind, num in self.num_preemptions.items()}}
+        return {name: count for name, count in counts.items() if count or not name.startswith("num_states")}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Be as it was copied."""
@@ -85,13 +88,17 @@ class SchedulerStats:
     preemption_estimate_error: float
     """Mean relative error of the estimates that preemptions were chosen by, 0 to 1."""
     num_states: int = 0
-    """State blocks of a model with recurrent layers; so are the next three, and 0 for others."""
+    """State blocks of a model with recurrent layers; so are the next six, and 0 for others."""
     num_states_used: int = 0
     """Those of sequences that run."""
     num_states_kept: int = 0
     """Those from which a sequence with the same beginning can start."""
     num_states_evicted: int = 0
     """Kept ones that were evicted for others since the start."""
+    num_host_states: int = 0
+    """State blocks of the host tier."""
+    num_host_states_used: int = 0
+    num_host_states_kept: int = 0
 
     @classmethod
     def of(
@@ -113,6 +120,8 @@ class SchedulerStats:
             num_looked_up_tokens=counters.num_looked_up_tokens, num_cached_tokens=counters.num_cached_tokens,
             num_drafted_tokens=counters.num_drafted_tokens, num_accepted_tokens=counters.num_accepted_tokens,
             preemption_estimate_error=costs.mean_relative_error, **device.state_counts(),
+            num_host_states=host.states.num_states, num_host_states_used=host.states.num_used,
+            num_host_states_kept=host.states.num_kept,
         )
 
     @property

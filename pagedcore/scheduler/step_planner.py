@@ -137,6 +137,7 @@ class StepPlanner:
         state.arriving += self._num_regained(victim)
         if preemption.kind is PreemptionKind.SWAP:
             state.room_on_host -= self._num_blocks_to_host(victim) or 0
+            state.state_room_on_host -= 1
         state.running.remove(victim)
         state.preempted[victim.sequence_id] = preemption
         row = state.rows.pop(victim.sequence_id, None)
@@ -199,6 +200,8 @@ class StepPlanner:
     def _num_blocks_to_host(self, victim: Sequence) -> int | None:
         is_host_used = self._host.num_blocks > 0 and not self._host.is_stuck
         if not is_host_used or not self._blocks.num_blocks_of(victim.sequence_id):
+            return None
+        if self._blocks.keeps_states and self._state.state_room_on_host < 1:
             return None
         missing = self._kv_cache.num_blocks_to_copy(victim, victim.num_computed_tokens)
         return missing if missing <= self._state.room_on_host else None

@@ -114,13 +114,16 @@ class Swapping:
         if not is_ok:
             self._counters.num_failed_transfers += 1
             return
-        self._rules.costs.moves[transfer.direction].observe(len(transfer.moves), seconds)
+        costs, num_states = self._rules.costs, len(transfer.state_moves)
+        costs.moves[transfer.direction].observe(costs.units(len(transfer.moves), num_states), seconds)
         if (decision := self._open.get(transfer.sequence_id)) is not None:
             decision.actual_s += seconds
         if transfer.direction is Direction.OUT:
             self._counters.num_blocks_swapped_out += len(transfer.moves)
+            self._counters.num_states_swapped_out += num_states
             return
         self._counters.num_blocks_swapped_in += len(transfer.moves)
+        self._counters.num_states_swapped_in += num_states
         if is_served:
             sequence.num_computed_tokens = transfer.num_tokens
             self._note_looked_up(sequence, transfer.num_tokens)
@@ -150,7 +153,9 @@ class Swapping:
         self._reuse.leave(sequence.block_keys[num_proven // size : num_computed // size])
         # Why: the prefix that it found itself has been asked for twice by now.
         for num_tokens, likely in ((num_computed, share), (num_proven, 1.0)):
-            if self._rules.is_worth_keeping(self._kv_cache.num_blocks_to_copy(sequence, num_tokens), likely):
+            num_blocks = self._kv_cache.num_blocks_to_copy(sequence, num_tokens)
+            num_saved = self._kv_cache.num_tokens_to_save(sequence, num_tokens)
+            if self._rules.is_worth_keeping(num_blocks, num_saved, likely):
                 return num_tokens
         return 0
 
@@ -169,9 +174,9 @@ class Swapping:
         if not num_tokens:
             here, there = self._kv_cache.find(sequence)
             if there.num_tokens >= max(1, here.num_tokens):
-                self._host.pin(sequence.sequence_id, there.block_ids)
+                self._host.pin(sequence.sequence_id, there.block_ids, there.state)
                 num_tokens = there.num_tokens
-            elif here.num_tokens:
+            elif here.num_tokens and self._kv_cache.has_states_for(self._running.sequences, 1):
                 self._blocks.share_blocks(sequence, here)
                 if self._begin_swap_out(sequence, is_pinned=True):
                     num_tokens = here.num_tokens
@@ -194,7 +199,9 @@ class Swapping:
         # Why: every running sequence may need a block in the next step, and the idle ones are in use by none.
         if len(match.host_blocks) + num_idle + len(self._running) > self._blocks.num_available_blocks:
             return 0
-        if match.host_blocks and not self._book(sequence, self._kv_cache.begin_swap_in(sequence, match)):
+        if match.is_to_load and not (
+                self._kv_cache.has_states_for(self._running.sequences, 1)
+                and self._book(sequence, self._kv_cache.begin_swap_in(sequence, match))):
             return 0
         self.free_on_host(sequence)
         return match.num_tokens

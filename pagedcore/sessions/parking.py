@@ -136,7 +136,10 @@ class Parking:
         kept = host.blocks_kept_for(self._parked.keys())
         # Why: counted as if it shared no block, which saves a look-up of each.
         needed = self.scheduler.kv_cache.device.blocks_for(len(sequence.token_ids) - 1)
-        return len(kept) + needed <= MAX_PARKED_HOST_SHARE * host.num_blocks
+        if len(kept) + needed > MAX_PARKED_HOST_SHARE * host.num_blocks:
+            return False
+        num_states = host.num_states_kept_for(self._parked.keys()) + 1 if host.states.num_states else 0
+        return num_states <= MAX_PARKED_HOST_SHARE * host.states.num_states
 
     def park_on_host(self, sequence: Sequence, ttl_s: float | None) -> ParkedState | None:
         """Pin a finished sequence's KV on the host; ``None`` if parked sequences have too little room there."""
@@ -246,14 +249,14 @@ class Parking:
         if self.store is None or not (here.num_tokens or there.num_tokens):
             return None
         try:
-            if here.num_tokens < there.num_tokens:
-                return KVCopy(there.num_tokens, self.store.read_host_blocks(there.block_ids))
-            state = None
-            if here.state >= 0:
-                if self.state_store is None:
+            is_there, found = (True, there) if here.num_tokens < there.num_tokens else (False, here)
+            state, states = None, self.state_store
+            if found.state >= 0:
+                if states is None:
                     return None
-                state = self.state_store.read_states([here.state])[0]
-            return KVCopy(here.num_tokens, self.store.read_blocks(here.block_ids), state)
+                state = (states.read_host_states if is_there else states.read_states)([found.state])[0]
+            read = self.store.read_host_blocks if is_there else self.store.read_blocks
+            return KVCopy(found.num_tokens, read(found.block_ids), state)
         except Exception as error:  # the store may be the user's own, or there is no memory for the copy
             _log.warning("parking: KV could not be copied (%s); only tokens are kept", reason_of(error))
             return None

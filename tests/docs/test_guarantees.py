@@ -44,8 +44,6 @@ MODELS: dict[str, Callable[[], transformers.PreTrainedModel]] = {
         transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)),
     "both_sides": lambda: transformers.Qwen2ForCausalLM(
         transformers.Qwen2Config(**_HEADS, num_key_value_heads=2, is_causal=False)),
-    "mamba": lambda: transformers.MambaForCausalLM(
-        transformers.MambaConfig(**_SMALL, state_size=4, intermediate_size=64)),
     "rwkv": lambda: transformers.RwkvForCausalLM(
         transformers.RwkvConfig(**{**_SMALL, "num_hidden_layers": 2}, attention_hidden_size=32)),
 }

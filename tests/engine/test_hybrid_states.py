@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from pagedcore.config.memory_budget import MemoryBudget
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidConfig
+from pagedcore.kv_cache.host_cache import Direction
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler.cost_model import Line
+from pagedcore.scheduler.step_time import StepTimes
 from support.doubles import ToyBackend, ToyHybrid, toy_answer
 from support.engine_builders import assert_all_free, make_engine, run
 
@@ -40,6 +44,13 @@ def prompts_behind(num_shared: int, num_own: int, count: int) -> list[list[int]]
     rng = random.Random(f"{num_shared} {num_own}")
     shared = [rng.randrange(30) for _ in range(num_shared)]
     return [[*shared, number, *(rng.randrange(30) for _ in range(num_own - 1))] for number in range(count)]
+
+
+def run_one(engine: Engine, prompt: list[int], how: SamplingParams) -> list[int]:
+    """Run a prompt alone; return its completion."""
+    request = engine.add_request(prompt, how)
+    run(engine)
+    return list(request.output().outputs[0].token_ids)
 
 
 def computed_tokens(engine: Engine, prompts: list[list[int]], max_tokens: int = 4) -> int:
@@ -143,7 +154,65 @@ def test_a_model_without_attention_has_names_for_all_of_its_states() -> None:
     assert computed_tokens(engine, [[1, 2, 3, 4, 5]] * 2) == 2 * (5 + 3)
 
 
-def test_a_host_tier_is_refused_by_name() -> None:
-    """States are not moved to the host, and KV without them is of no use."""
-    with pytest.raises(InvalidConfig, match="host_kv_memory"):
-        make_engine(ToyHybrid(), host_kv_memory=4096)
+TIGHT: dict[str, Any] = {"num_kv_blocks": 20, "block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 32,
+                         "preemption": "swap", "host_kv_memory": 2**14}
+
+
+@pytest.mark.parametrize("model", [ToyHybrid, Recurrent])
+def test_what_is_swapped_is_not_computed_again(model: type[ToyHybrid]) -> None:
+    """A preempted sequence takes its state to the host with its KV, and goes on from it: as many tokens are computed as
+    in a pool that has room for all."""
+    prompts, counts = [[number, *range(9)] for number in range(6)], list[int]()
+    for num_blocks in (200, 20):
+        engine = make_engine(model(), **{**TIGHT, "num_kv_blocks": num_blocks})
+        counts.append(computed_tokens(engine, prompts, 20))
+        stats = engine.stats()
+    assert counts[0] == counts[1] == 6 * (10 + 19)
+    assert stats.num_preemptions_by_kind["swap"] > 0
+    block_bytes = 0 if model is Recurrent else 4 * 16
+    num_states = engine.scheduler.counters.num_states_swapped_in
+    num_blocks = engine.scheduler.counters.num_blocks_swapped_in
+    assert stats.swapped_in_bytes == num_blocks * block_bytes + num_states * 16 > 0
+    assert num_states >= stats.num_preemptions
+
+
+def test_the_host_keeps_beginnings_with_their_states() -> None:
+    """What the device has evicted of a shared beginning comes back from the host, state and all."""
+    shared, params_ = [*range(20)] * 8, params(2)
+    engine = make_engine(ToyHybrid(), **{**TIGHT, "num_kv_blocks": 60, "host_kv_memory": 2**16})
+    for number in range(3):
+        run_one(engine, [*shared, 21 + number], params_)
+    for number in range(4):
+        run_one(engine, [25 + number] * 200, params_)
+    before = engine.stats()
+    assert before.num_host_states_kept > 0
+    assert run_one(engine, [*shared, 29], params_) == toy_answer([*shared, 29], 2)
+    after = engine.stats()
+    assert after.num_computed_tokens - before.num_computed_tokens == 2
+    assert after.swapped_in_bytes - before.swapped_in_bytes == 40 * 64 + 16
+
+
+def test_a_host_tier_is_shared_by_both_kinds() -> None:
+    """States have half of the host's bytes where they are large, and otherwise one for each block of KV; for a model
+    without attention all is theirs, and what has room for neither is refused."""
+    stats = make_engine(LargeStates(), **TIGHT).stats()
+    assert (stats.num_host_states, stats.num_host_blocks) == (2, 2**13 // 64)
+    stats = make_engine(ToyHybrid(), **TIGHT).stats()
+    assert (stats.num_host_states, stats.num_host_blocks) == (2**14 // 80, (2**14 - 2**14 // 80 * 16) // 64)
+    stats = make_engine(Recurrent(), max_model_len=64, **TIGHT).stats()
+    assert (stats.num_host_states, stats.num_host_blocks) == (2**14 // 16, 2**14 // 16 * 16)
+    with pytest.raises(InvalidConfig, match=r"host_kv_memory: got 127 bytes, allowed is at least 128 for this model"):
+        make_engine(ToyHybrid(), **{**TIGHT, "host_kv_memory": 127})
+
+
+@pytest.mark.parametrize(("copy_s", "is_kept"), [(0.0, True), (1e9, False)])
+def test_a_state_goes_to_the_host_if_that_costs_less(copy_s: float, is_kept: bool) -> None:
+    """The rule that compares a copy with computing again counts a state as the blocks that are as many bytes."""
+    engine = make_engine(ToyHybrid(), **{**TIGHT, "num_kv_blocks": 60, "preemption": "auto"})
+    costs = engine.scheduler.costs
+    assert costs.units(3, 1) == 3 + 16 / 64
+    costs.moves.update({way: Line(0.0, copy_s) for way in Direction})
+    costs.steps.times = StepTimes(1.0, 1.0, 1.0, 0.0)
+    for _ in range(2):
+        run_one(engine, [*range(20)] * 8, params(2))
+    assert (engine.stats().num_host_states_kept > 0) == is_kept

@@ -4,7 +4,7 @@ What is real: ``AsyncEngine`` and everything below it, asyncio's tasks and futur
 threads, the model, the memories. Callers act between steps and in the middle of them. A run has a phase with faults and
 a phase without, in which everything must end; then the engine must be empty. A failing seed is one command::
 
-    PYTHONPATH=.:kernels:tests python -m scheduler_lives.engine_simulator SEED [--faults]
+    PYTHONPATH=.:kernels:tests python -m scheduler_lives.engine_simulator SEED [--faults] [--states]
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pagedcore.protocols import RaggedRows
 from pagedcore.requests.output_processor import PendingOutput
 from scheduler_lives.clients import FAILURES, PROMPT_TOKENS, Client
 from scheduler_lives.faults import Faults, RudeObserver, SimBackend, SimHybrid, SimTokenizer, silence
-from scheduler_lives.laws import SimulationFailure, failure_of, require
+from scheduler_lives.laws import SimulationFailure, failure_of, require, short_prompts_leave_states
 from scheduler_lives.one_thread import Turns, one_thread
 from support.ahead import launched_ahead
 from support.doubles import VOCAB_SIZE, FakeClock, toy_answer
@@ -42,7 +42,7 @@ class EngineSimulation:
         self, seed: int, has_faults: bool = False, has_formation: bool = False, has_drafts: bool = False,
         keeps_states: bool = False, is_ahead: bool = False,
     ) -> None:
-        self.seed, self.has_faults, self.has_drafts = seed, has_faults, has_drafts
+        self.seed, self.has_faults, self.has_drafts, self.keeps_states = seed, has_faults, has_drafts, keeps_states
         self.rng = rng = random.Random(f"engine {seed}")
         self.clock = FakeClock()
         self.turns = Turns(rng, self.clock)
@@ -57,7 +57,8 @@ class EngineSimulation:
         self.settings = self._draw_settings()
         if isinstance(self.backend, SimHybrid):
             self.backend.has_attention = seed % 4 > 0
-            self.settings["host_kv_memory"] = None
+            copy_rng = random.Random(f"copies of states {seed}")
+            self.backend.may_copy = lambda: not (self.faults.is_on and copy_rng.random() < 0.1)  # type: ignore[method-assign]
         if has_formation:
             self._draw_formation(random.Random(f"formation {seed}"))
         self.has_priorities = self.settings["scheduling_policy"] == "priority"
@@ -110,7 +111,8 @@ class EngineSimulation:
             SimulationFailure: something is not as it has to be; the message is the command that shows it again.
         """
         try:
-            with silence(), one_thread(self.turns) as threads, tempfile.TemporaryDirectory() as folder:
+            with (silence(), one_thread(self.turns) as threads, tempfile.TemporaryDirectory() as folder,
+                  short_prompts_leave_states(is_wanted=self.keeps_states)):
                 self.folder = Path(folder)
                 self._build()
                 self._worker = threads[0].target.__self__  # type: ignore[attr-defined]
@@ -120,9 +122,8 @@ class EngineSimulation:
                     loop.close()
         except Exception as error:
             when = f"after {len(self.trace)} events"
-            raise failure_of(
-                error, when, "scheduler_lives.engine_simulator", self.seed, has_faults=self.has_faults
-            ) from error
+            name = "scheduler_lives.engine_simulator" + " --states" * self.keeps_states
+            raise failure_of(error, when, name, self.seed, has_faults=self.has_faults) from error
         return self
 
     @property
@@ -252,6 +253,8 @@ class EngineSimulation:
         stats = engine.stats()
         require(stats.num_blocks_used == 0, f"{stats.num_blocks_used} blocks are referenced when all callers are gone")
         require(stats.num_host_blocks_used == 0, f"{stats.num_host_blocks_used} host blocks are referenced at the end")
+        num_states = stats.num_states_used + stats.num_host_states_used
+        require(num_states == 0, f"{num_states} states are referenced at the end")
         require((stats.num_running, stats.num_waiting) == (0, 0), "a sequence waits or runs when all callers are gone")
         require(len(engine.sessions) == 0, f"{len(engine.sessions)} sessions are left")
         require(not list(engine.requests), f"{len(list(engine.requests))} requests are left")
@@ -283,8 +286,15 @@ class EngineSimulation:
         raise SimulationFailure("a closed engine takes requests")
 
 
+def hybrid_engine(seed: int, has_faults: bool) -> EngineSimulation:
+    """A life of an engine whose model keeps states, with formation and drafts, in turns."""
+    return EngineSimulation(seed, has_faults, has_formation=seed % 3 == 0, has_drafts=seed % 5 < 2, keeps_states=True)
+
+
 if __name__ == "__main__":
-    simulation = EngineSimulation(int(sys.argv[1]), has_faults="--faults" in sys.argv)
+    flags = [one for one in sys.argv[1:] if one.startswith("--")]
+    make = hybrid_engine if "--states" in flags else EngineSimulation
+    simulation = make(next(int(one) for one in sys.argv[1:] if one not in flags), has_faults="--faults" in flags)
     try:
         simulation.run()
     finally:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
 from pagedcore.analysis.diagnosis.invariants import Snapshot
 from pagedcore.kv_cache.memory_snapshot import Known
+from pagedcore.scheduler import chunk_ends
 from pagedcore.scheduler.chunk_ends import kind_of_plan
 from pagedcore.scheduler.plan import SchedulePlan
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.scheduler.step_planner import StepPlanner
 from pagedcore.sequence import Sequence, long_root
-from support.doubles import LONG, ToyStore
+from support.doubles import LONG, KeepsToyStates, ToyStore, toy_digest
 
 
 class SimulationFailure(AssertionError):
@@ -39,6 +41,21 @@ def require_true_contents(now: Snapshot, store: ToyStore) -> None:
     _require_true(now.blocks.device.registered, device, "device")
     if now.blocks.host is not None:
         _require_true(now.blocks.host.registered, host, "host")
+
+
+def require_true_states(now: Snapshot, backend: KeepsToyStates) -> None:
+    """All states that can be found are those of the tokens that they are found by."""
+    blocks = now.blocks
+    for states, memory, contents in ((blocks.states, blocks.device, backend.states),
+                                     (blocks.host_states, blocks.host, backend.host_states)):
+        for key, one in states.kept.items() if states is not None and memory is not None else ():
+            tokens, known = list[int](), memory.registered[key]
+            while not known.is_first:
+                tokens, known = [*known.token_ids, *tokens], memory.registered[known.parent_key]
+            tokens = [*known.token_ids, *tokens]
+            digest, count = contents[one.state_id].tolist()
+            is_true = count == len(tokens) and digest == toy_digest(np.array(tokens))
+            require(is_true, f"state {one.state_id} is not that of the tokens it is found by")
 
 
 def _require_true(registered: Mapping[bytes, Known], memory: np.ndarray, where: str) -> None:
@@ -168,6 +185,17 @@ def is_prefix_under_way(candidate: Sequence, plan: SchedulePlan, scheduler: Sche
         and other.num_computed_tokens < end
         for other in (*scheduler.running, *plan.admitted) for end in range(first, last, size)
     )
+
+
+@contextmanager
+def short_prompts_leave_states(*, is_wanted: bool) -> Iterator[None]:
+    """Let a state be worth a cut from two tokens on, as the prompts of a life are short."""
+    before = chunk_ends.LEAST_SAVED
+    chunk_ends.LEAST_SAVED = 2 if is_wanted else before  # type: ignore[misc]
+    try:
+        yield
+    finally:
+        chunk_ends.LEAST_SAVED = before  # type: ignore[misc]
 
 
 def describe(plan: SchedulePlan) -> str:

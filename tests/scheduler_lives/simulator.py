@@ -4,7 +4,8 @@ One seed decides everything: sizes, arrivals, shared beginnings, priorities, abo
 take, faults. There is one thread, no clock that runs by itself and no sleep; two runs of a seed leave the same trace.
 What is in the memories is compared with what the caches say of it. A failing seed is one command::
 
-    PYTHONPATH=.:kernels:tests python -m scheduler_lives.simulator SEED [--faults] [--formation] [--policies] [--states]
+    PYTHONPATH=.:kernels:tests python -m scheduler_lives.simulator SEED [--faults] [--formation] [--policies]
+    PYTHONPATH=.:kernels:tests python -m scheduler_lives.simulator SEED [--faults] --states
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import random
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ from scheduler_lives.laws import (
     require_alternation,
     require_lawful_plan,
     require_true_contents,
+    require_true_states,
+    short_prompts_leave_states,
 )
 from support.doubles import (
     FakeClock,
@@ -204,7 +207,7 @@ class Simulation:
     num_short_tokens: int | None = None
     """As of a sequence."""
     keeps_states: bool = False
-    """Whether the model does; then there is no host, and a state is worth a cut from a few tokens on."""
+    """Whether the model does; then a state is worth a cut from a few tokens on."""
     has_readers: bool = False
     """Whether half of the sequences generate nothing, and have hidden states read from some position on."""
     trace: list[str] = field(default_factory=list)
@@ -213,8 +216,6 @@ class Simulation:
         self.rng = random.Random(self.seed)
         self.world = World.draw(self.rng)
         state_rng = random.Random(f"states {self.seed}")
-        if self.keeps_states:
-            self.world = replace(self.world, num_host_blocks=0)
         world = self.world
         self.policy_rng = random.Random(f"policies {self.seed}")
         self.scheduler: Scheduler = make_scheduler(
@@ -230,6 +231,7 @@ class Simulation:
             eviction=world.eviction,
             copies_blocks=world.copies_blocks,
             num_states=world.max_num_seqs * state_rng.choice([2, 3, 4]) if self.keeps_states else 0,
+            num_host_states=state_rng.randint(1, 8) if self.keeps_states and world.num_host_blocks else 0,
             **(self._draw_formation() if self.has_formation else {}),
         )
         self.arrived_s: dict[int, float] = {}
@@ -238,6 +240,9 @@ class Simulation:
         if isinstance(self.backend, FlakyHybrid):
             self.backend.has_attention = state_rng.random() < 0.7
             self.backend.allocate_states(self.scheduler.kv_cache.device.states.num_states)
+            self.backend.allocate_host(self.scheduler.kv_cache.host.states.num_states)
+            copy_rng = random.Random(f"copies of states {self.seed}")
+            self.backend.may_copy = lambda: not (self.has_faults and copy_rng.random() < 0.1)  # type: ignore[method-assign]
         self.backend.num_short_tokens = self.num_short_tokens
         self.backend.allocate_kv(world.num_blocks, world.block_size)
         # Why: a chance of its own, so that lives in which nothing hangs are what they would be without it.
@@ -251,7 +256,8 @@ class Simulation:
         self.store.allocate_host(world.num_host_blocks)
         self.reader_rng = random.Random(f"readers {self.seed}")
         self.clock = FakeClock()
-        self.mover = KVTransfers(self.store, self.scheduler.moves, self.clock, LONGEST_TRANSFER_S)
+        states = self.backend if isinstance(self.backend, FlakyHybrid) else None
+        self.mover = KVTransfers(self.store, self.scheduler.moves, self.clock, LONGEST_TRANSFER_S, states)
         self.turns: dict[int, Turn] = {}
         self.num_arrived = 0
         self.known_transfers: frozenset[int] | None = None
@@ -271,7 +277,8 @@ class Simulation:
             SimulationFailure: something is not as it has to be; the message is the command that shows it again.
         """
         try:
-            self._live()
+            with short_prompts_leave_states(is_wanted=self.keeps_states):
+                self._live()
         except Exception as error:
             when = f"after {len(self.trace)} steps"
             name = "scheduler_lives.simulator" + " --formation" * self.has_formation + " --policies" * self.has_policies
@@ -296,6 +303,7 @@ class Simulation:
         stats = self.scheduler.stats()
         require(stats.num_blocks_used == 0, "blocks are left when all sequences are gone")
         require(stats.num_host_blocks_used == 0, "host blocks are left when all sequences are gone")
+        require(stats.num_states_used + stats.num_host_states_used == 0, "states are left when all sequences are gone")
         if self.world.admission == "guaranteed":
             require(not stats.num_preemptions, "a guaranteed sequence was preempted")
 
@@ -563,6 +571,8 @@ class Simulation:
         require(not violations, f"{violations}")
         self._require_rest()
         require_true_contents(self._now, self.store)
+        if isinstance(self.backend, FlakyHybrid):
+            require_true_states(self._now, self.backend)
 
     def _require_rest(self) -> None:
         """While a transfer that was timed out has not ended, no other one begins."""
@@ -574,11 +584,21 @@ class Simulation:
         self.known_transfers = under_way if is_stuck else None
 
 
+def hybrid_life(seed: int, has_faults: bool) -> Simulation:
+    """A life with states, and with all that the other kinds of lives have, in turns."""
+    border = 3 + seed % 6 if seed % 7 == 3 else None
+    return Simulation(seed, has_faults, has_formation=seed % 3 == 0, has_policies=seed % 4 < 2,
+                      has_readers=seed % 5 == 0, num_short_tokens=border, keeps_states=True)
+
+
 if __name__ == "__main__":
     flags = [one for one in sys.argv[1:] if one.startswith("--")]
     seed = next(int(one) for one in sys.argv[1:] if one not in flags)
-    simulation = Simulation(seed, has_faults="--faults" in flags, has_formation="--formation" in flags,
-                            has_policies="--policies" in flags, keeps_states="--states" in flags)
+    if "--states" in flags:
+        simulation = hybrid_life(seed, "--faults" in flags)
+    else:
+        simulation = Simulation(seed, has_faults="--faults" in flags, has_formation="--formation" in flags,
+                                has_policies="--policies" in flags)
     try:
         simulation.run()
     finally:

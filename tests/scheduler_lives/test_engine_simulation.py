@@ -11,22 +11,24 @@ import pytest
 
 from pagedcore.kv_cache.host_cache import HostCache
 from pagedcore.requests.request import Request
-from pagedcore.scheduler import chunk_ends
 from pagedcore.serving import stream
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
 from pagedcore.serving.stream import Stream, StreamReader
 from pagedcore.sessions.session import Session
-from scheduler_lives.engine_simulator import EngineSimulation
+from scheduler_lives.engine_simulator import EngineSimulation, hybrid_engine
 from scheduler_lives.faults import NAMES
 from scheduler_lives.laws import SimulationFailure
-from scheduler_lives.simulator import Simulation
+from scheduler_lives.simulator import Simulation, hybrid_life
 from support.doubles import ToyBackend
 from support.torture import first_seed, scaled
 
 Patch = pytest.MonkeyPatch
 Record = Callable[[str, object], None]
 SEEDS = Path(__file__).parent / "seeds"
-KINDS = {"engine": EngineSimulation, "scheduler": Simulation}
+KINDS: dict[str, Callable[[int, bool], EngineSimulation | Simulation]] = {
+    "engine": EngineSimulation, "scheduler": Simulation, "hybrid engine": hybrid_engine,
+    "hybrid scheduler": hybrid_life,
+}
 EVENTFUL = (42, 31, 11, 14, 36, 19, 16, 69)
 """Lives in which together all faults and troubles occur; of the first hundred, seventy are needed for that."""
 
@@ -38,7 +40,7 @@ def live(kind: str, seed: int, has_faults: bool) -> int:
         simulation.run()
     except SimulationFailure:
         SEEDS.mkdir(exist_ok=True)
-        name = f"{kind}-{seed}{'-faults' if has_faults else ''}.json"
+        name = f"{kind.replace(' ', '-')}-{seed}{'-faults' if has_faults else ''}.json"
         (SEEDS / name).write_text(json.dumps({"kind": kind, "seed": seed, "has_faults": has_faults}) + "\n")
         raise
     return simulation.num_steps
@@ -74,6 +76,32 @@ def test_many_lives_of_a_scheduler(has_faults: bool, record_property: Record) ->
     live_all("scheduler", range(2000 + first_seed(), 2000 + first_seed() + scaled(60)), has_faults, record_property)
 
 
+@pytest.mark.torture
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_callers_of_an_engine_whose_model_keeps_states(has_faults: bool, record_property: Record) -> None:
+    """Sessions, files, swaps, forks, beams, candidates, drafts, failing and torn steps: no row begins from another
+    one's state."""
+    live_all("hybrid engine", range(500 + first_seed(), 500 + first_seed() + scaled(10)), has_faults, record_property)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("has_faults", [False, True])
+def test_many_lives_of_a_scheduler_with_states(has_faults: bool, record_property: Record) -> None:
+    """The same of the scheduler alone, under every policy, with readers and short contexts."""
+    live_all("hybrid scheduler", range(first_seed(), first_seed() + scaled(60)), has_faults, record_property)
+
+
+def test_lives_with_states_have_all_that_can_happen() -> None:
+    """States are found, swapped both ways, evicted and lost to copies that fail, and drafts are right."""
+    counts: Counter[str] = Counter()
+    for seed in range(500, 520):
+        stats = hybrid_engine(seed, has_faults=seed % 2 == 1).run().engine.stats()
+        counts += Counter({name: getattr(stats, name) for name in (
+            "num_cached_tokens", "num_accepted_tokens", "swapped_out_bytes", "swapped_in_bytes", "num_states_evicted",
+            "num_failed_transfers")})
+    assert len(counts) == 6
+
+
 @pytest.mark.parametrize("has_faults", [False, True])
 def test_callers_of_an_engine_with_batch_formation(has_faults: bool) -> None:
     """Gates, phases and shares of prefill leave no caller without its completion, and no request without its end."""
@@ -87,19 +115,6 @@ def test_callers_of_an_engine_with_a_short_context(monkeypatch: pytest.MonkeyPat
     for seed in range(400, 412):
         monkeypatch.setattr(ToyBackend, "num_short_tokens", 5 + seed % 4)
         EngineSimulation(seed, has_faults=seed % 2 == 1).run()
-
-
-def test_callers_of_an_engine_whose_model_keeps_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions, files, beams, candidates, drafts, failing and torn steps: no row begins from another one's state."""
-    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
-    num_found = num_accepted = 0
-    for seed in range(500, 520):
-        simulation = EngineSimulation(seed, has_faults=seed % 2 == 1, has_formation=seed % 3 == 0,
-                                      has_drafts=seed % 5 < 2, keeps_states=True).run()
-        stats = simulation.engine.stats()
-        num_found, num_accepted = num_found + stats.num_cached_tokens, num_accepted + stats.num_accepted_tokens
-    assert num_found > 0
-    assert num_accepted > 0
 
 
 def test_a_seed_leaves_the_same_trace_every_time() -> None:

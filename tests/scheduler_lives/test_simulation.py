@@ -13,9 +13,8 @@ from pagedcore.errors import InternalError
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.execution.ragged_batch import build_batch
 from pagedcore.kv_cache.block_pool import BlockPool
-from pagedcore.scheduler import chunk_ends
 from scheduler_lives.laws import require_true_contents
-from scheduler_lives.simulator import Simulation
+from scheduler_lives.simulator import Simulation, hybrid_life
 from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
 
 SEEDS_PER_TEST = 75
@@ -85,31 +84,19 @@ def test_lives_with_readers(has_faults: bool) -> None:
         Simulation(seed, has_faults, has_policies=seed % 2 == 0, has_readers=True).run()
 
 
-def hybrid_life(seed: int) -> Simulation:
-    """A life with states, and with all that the other kinds of lives have, in turns."""
-    border = 3 + seed % 6 if seed % 7 == 3 else None
-    return Simulation(seed, has_faults=seed % 2 == 1, has_formation=seed % 3 == 0, has_policies=seed % 4 < 2,
-                      has_readers=seed % 5 == 0, num_short_tokens=border, keeps_states=True).run()
-
-
-@pytest.fixture
-def cheap_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States are kept of short prompts too."""
-    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
-
-
-def test_lives_with_states(cheap_states: None) -> None:
+def test_lives_with_states() -> None:
     """A model whose logits follow from the state that a row began from gives the same completions, whatever is shared,
-    evicted, preempted, cut or broken off; and states are found."""
-    counters = [hybrid_life(seed).scheduler.counters for seed in range(300)]
-    assert sum(one.num_cached_tokens > 0 for one in counters) > 60
+    evicted, preempted, swapped, cut or broken off; and states are found, and come back from the host."""
+    counters = [hybrid_life(seed, has_faults=seed % 2 == 1).run().scheduler.counters for seed in range(200)]
+    assert sum(one.num_cached_tokens > 0 for one in counters) > 40
+    assert sum(one.num_states_swapped_in > 0 for one in counters) > 8
 
 
 @pytest.mark.slow
-def test_many_lives_with_states(cheap_states: None) -> None:
+def test_many_lives_with_states() -> None:
     """The same with more seeds."""
     for seed in range(10_000, 40_000):
-        hybrid_life(seed)
+        hybrid_life(seed, has_faults=seed % 2 == 1).run()
 
 
 @pytest.mark.slow

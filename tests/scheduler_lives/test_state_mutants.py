@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.kv_cache.block_manager import BlockManager
+from pagedcore.kv_cache.host_cache import HostCache
 from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
+from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_cache import Content
 from pagedcore.kv_cache.state_blocks import KeptState, StateBlocks
-from pagedcore.scheduler import chunk_ends
 from scheduler_lives.engine_simulator import EngineSimulation
 from scheduler_lives.laws import SimulationFailure
-from scheduler_lives.simulator import Simulation
+from scheduler_lives.simulator import hybrid_life
 
 NUM_SEEDS = 200
+CROWDED = 247
+"""A life in which sequences are loaded while those that run need all other states."""
 NUM_ENGINES = 60
 
 Patch = pytest.MonkeyPatch
@@ -67,13 +72,13 @@ def leaked_at_the_end(patch: Patch) -> None:
 
 def kept_one_block_early(patch: Patch) -> None:
     """A state is found under the key of the block before."""
-    kept = HybridBlocks._kept
+    named = StateBlocks.named
 
-    def early(self: HybridBlocks, content: Content, state_id: int, num_saved: int) -> KeptState:
-        one = kept(self, content, state_id, num_saved)
+    def early(self: StateBlocks, content: Content, state_id: int, num_saved: int) -> KeptState:
+        one = named(self, content, state_id, num_saved)
         return one if content.is_first else one._replace(key=content.parent_key, tail=())
 
-    patch.setattr(HybridBlocks, "_kept", early)
+    patch.setattr(StateBlocks, "named", early)
 
 
 def begun_without_a_state(patch: Patch) -> None:
@@ -92,9 +97,42 @@ def evicted_while_held(patch: Patch) -> None:
     patch.setattr(StateBlocks, "keep", idly)
 
 
+def left_behind(patch: Patch) -> None:
+    """KV moves between the memories without its state."""
+    patch.setattr(KVTransfers, "_copy_states", lambda self, direction, pairs: None)
+
+
+def failed_copy_believed(patch: Patch) -> None:
+    """A copy of states that failed counts as one that did not."""
+    copy = KVTransfers._copy_states
+
+    def boldly(self: KVTransfers, direction: Any, pairs: Any) -> None:
+        with suppress(OSError):
+            copy(self, direction, pairs)
+
+    patch.setattr(KVTransfers, "_copy_states", boldly)
+
+
+def not_pinned(patch: Patch) -> None:
+    """The state of a sequence whose KV is pinned on the host may be evicted there."""
+    patch.setattr(HostCache, "_arrived_state", lambda self, transfer: transfer.host_states[0])
+    patch.setattr(HostCache, "free_pins", lambda self, number: self.free_references(self.pins.pop(number, ())))
+
+
+def leaked_by_a_late_transfer(patch: Patch) -> None:
+    """A transfer that is timed out keeps the states of the device."""
+    patch.setattr(HostCache, "device_states_of", lambda self, transfer_id: ())
+
+
+def loaded_without_room(patch: Patch) -> None:
+    """A sequence is loaded whose state a running one needs for its next step."""
+    patch.setattr(KVCacheManager, "has_states_for", lambda self, running, num_more: True)
+
+
 MUTANTS: list[Callable[[Patch], None]] = [
     written_where_it_is_read, not_held, outlives_its_kv, never_advanced, leaked_by_a_rollback, leaked_at_the_end,
-    kept_one_block_early, begun_without_a_state, evicted_while_held,
+    kept_one_block_early, begun_without_a_state, evicted_while_held, left_behind, failed_copy_believed, not_pinned,
+    leaked_by_a_late_transfer, loaded_without_room,
 ]
 
 
@@ -130,18 +168,13 @@ MUTANTS_OF_DRAFTS = [drafts_kept_although_wrong, back_without_the_positions, reg
 
 
 def live() -> None:
-    for seed in range(NUM_SEEDS):
-        Simulation(seed, has_faults=seed % 2 == 1, keeps_states=True).run()
+    for seed in (CROWDED, *range(NUM_SEEDS)):
+        hybrid_life(seed, has_faults=seed % 2 == 1).run()
 
 
 def live_as_engines() -> None:
     for seed in range(NUM_ENGINES):
         EngineSimulation(seed, has_faults=seed % 2 == 1, has_drafts=True, keeps_states=True).run()
-
-
-@pytest.fixture(autouse=True)
-def _cheap_states(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)

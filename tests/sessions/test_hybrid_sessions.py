@@ -16,10 +16,10 @@ from support.engine_builders import assert_all_free
 from support.toy_sessions import PARAMS, ask, flood, make
 
 
-def make_hybrid(*, has_attention: bool = True, **settings: Any) -> Engine:
+def make_hybrid(*, has_attention: bool = True, num_host_blocks: int = 0, **settings: Any) -> Engine:
     backend = ToyHybrid()
     backend.has_attention = has_attention
-    return make(0, backend=backend, **settings)
+    return make(num_host_blocks, backend=backend, **settings)
 
 
 def kv_of(path: Path) -> Path:
@@ -67,6 +67,37 @@ def test_without_a_host_tier_a_session_is_parked_on_the_disk() -> None:
     assert session.park("host").tier == "disk"
     flood(engine)
     assert ask(session, 4) == 7
+
+
+@pytest.mark.parametrize("has_attention", [True, False])
+def test_a_session_comes_back_from_the_host(has_attention: bool) -> None:
+    """What is parked on the host is loaded with its state when everything else was used by others; its export says so
+    too, and when the session is closed the host has nothing of it any more."""
+    engine = make_hybrid(has_attention=has_attention, num_host_blocks=64)
+    session = engine.session(PARAMS)
+    ask(session, 1, 2, 3)
+    state = session.park("host")
+    assert (state.tier, state.num_tokens_kept) == ("host", 7)
+    flood(engine)
+    assert engine.stats().num_host_states_used == 1
+    assert ask(session, 4) == 7
+    session.park("host")
+    assert session.park("disk").tier == "disk"
+    flood(engine)
+    assert ask(session, 5) == 13
+    session.close()
+    assert_all_free(engine)
+    assert engine.stats().num_host_states_used == 0
+
+
+def test_parked_sessions_leave_states_for_swaps() -> None:
+    """When parked sessions have their share of the host's states, the next one goes to the disk."""
+    engine = make_hybrid(num_host_blocks=64)
+    engine.scheduler.kv_cache.host.states.num_states = 2
+    sessions = [engine.session(PARAMS) for _ in range(2)]
+    for number, one in enumerate(sessions):
+        ask(one, number)
+    assert [one.park("host").tier for one in sessions] == ["host", "disk"]
 
 
 def test_an_imported_session_goes_on_from_its_state(tmp_path: Path) -> None:

@@ -341,9 +341,38 @@ class KeepsToyStates:
         """What moves states: this object."""
         return self
 
+    def allocate_host(self, num_states: int) -> None:
+        """Make states of the host that nothing wrote."""
+        self.host_states = np.full((num_states, 2), 2**64 - 1, dtype=np.uint64)
+
+    def swap_out(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Copy states to the host."""
+        self._copy(self.states, self.host_states, pairs)
+
+    def swap_in(self, pairs: SequenceOf[tuple[int, int]]) -> None:
+        """Copy states from the host."""
+        self._copy(self.host_states, self.states, pairs)
+
+    def may_copy(self) -> bool:
+        """Whether a copy between the memories succeeds; one that fails has written rubbish."""
+        return True
+
+    def _copy(
+        self, source: npt.NDArray[np.uint64], destination: npt.NDArray[np.uint64], pairs: SequenceOf[tuple[int, int]]
+    ) -> None:
+        is_ok = self.may_copy()
+        for here, there in pairs:
+            destination[there] = source[here] if is_ok else 7
+        if not is_ok:
+            raise OSError("no copies of states today")
+
     def read_states(self, state_ids: SequenceOf[int]) -> npt.NDArray[np.uint8]:
         """Return states as bytes."""
         return self.states[list(state_ids)].view(np.uint8).reshape(len(state_ids), -1)
+
+    def read_host_states(self, state_ids: SequenceOf[int]) -> npt.NDArray[np.uint8]:
+        """Return states of the host as bytes."""
+        return self.host_states[list(state_ids)].view(np.uint8).reshape(len(state_ids), -1)
 
     def write_states(self, state_ids: SequenceOf[int], contents: npt.NDArray[np.uint8]) -> None:
         """Overwrite states."""
@@ -467,13 +496,14 @@ def make_scheduler(
     max_scored_tokens: int = 4,
     policy_options: Mapping[str, Any] = MappingProxyType({}),
     num_states: int = 0,
+    num_host_states: int = 0,
     **formation: Any,
 ) -> Scheduler:
     """Build a small scheduler with a pool of its own."""
     return Scheduler(
         KVCacheManager(
             num_blocks, block_size, num_host_blocks=num_host_blocks, policy=POLICIES[eviction],
-            copies_blocks=copies_blocks, num_states=num_states,
+            copies_blocks=copies_blocks, num_states=num_states, num_host_states=num_host_states,
         ),
         make_policy(policy, **policy_options),
         max_num_seqs=max_num_seqs,

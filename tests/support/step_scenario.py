@@ -92,7 +92,7 @@ class Scenario:
             launched_ahead(kind)() if cls.is_ahead else kind(), num_kv_blocks=48 if cls.has_drafts else 9, block_size=2,
             max_num_seqs=5,
             max_num_batched_tokens=24 if cls.has_drafts else 12,
-            preemption="auto" if cls.keeps_states else "swap", host_kv_memory=None if cls.keeps_states else 32 * 32,
+            preemption="swap", host_kv_memory=32 * 32,
             tokenizer=LetterTokenizer(), max_num_waiting=64, queue_timeout_s=10.0,
             speculation="off",
         ), clock)
@@ -131,6 +131,7 @@ class Scenario:
             request.remove()
         stats = self.engine.stats()
         held = {"device": stats.num_blocks_used, "states": stats.num_states_used, "host": stats.num_host_blocks_used,
+                "host states": stats.num_host_states_used,
                 "running": stats.num_running, "waiting": stats.num_waiting,
                 "text": len(self.engine._outputs.by_sequence)}
         return [f"{count} {what}" for what, count in held.items() if count]

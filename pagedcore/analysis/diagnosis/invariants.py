@@ -15,9 +15,10 @@ Otherwise no engine imports this file. What the slots of the blocks hold is chec
     S8   keys and cached blocks are one to one, every cached block's parent is cached, and every idle block is cached
     S9   computed < known while waiting or running; known <= allowed; known tokens never change
     S10  waiting sequences that never started, and running ones, are within their bounds
-    S11  of a model that keeps states: a state block's references are the sequences that have it or write it; one that
-         is free, or kept for nobody, has none; no step reads and writes one, nor writes it twice; a kept one has the
-         key of a cached block; a sequence has a state exactly if it has a table and computed positions
+    S11  of a model that keeps states, on the device and on the host: a state block's references are the sequences that
+         have it or write it and the transfers that it is part of; one that is free, or kept for nobody, has none; no
+         step reads and writes one, nor writes it twice; a kept one has the key of a cached block; a sequence has a
+         state exactly if it has a table and computed positions, and one on the host exactly if it has pins there
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pagedcore.errors import InternalError
-from pagedcore.kv_cache.memory_snapshot import BlockSnapshot, MemorySnapshot
+from pagedcore.kv_cache.memory_snapshot import BlockSnapshot, MemorySnapshot, StateSnapshot
 from pagedcore.requests.observers import EngineObserver
 from pagedcore.sequence import Sequence, SequenceStatus
 
@@ -241,23 +242,11 @@ def _s10(now: Snapshot) -> Iterator[Violation]:
 def _s11(now: Snapshot) -> Iterator[Violation]:
     if (states := now.blocks.states) is None:
         return
-    holds, written = Counter(states.current.values()), Counter(states.written.values())
-    kept, free = {one.state_id for one in states.kept.values()}, Counter(states.free_blocks)
-    num_states = len(states.reference_counts)
-    if not {*holds, *written, *kept, *free, *states.idle_blocks} <= set(range(num_states)):
-        yield Violation("S11", f"a state is none of the {num_states} there are")
-    for state_id, count in enumerate(states.reference_counts):
-        if count != holds[state_id] + written[state_id]:
-            yield Violation("S11", f"state {state_id} has {count} references and "
-                            f"{holds[state_id] + written[state_id]} holders")
-        if written[state_id] and (holds[state_id] or written[state_id] > 1 or state_id in kept):
-            yield Violation("S11", f"state {state_id} is written and is found, read or written elsewhere")
-        is_free, is_idle = free[state_id], state_id in states.idle_blocks
-        if is_free + is_idle + (count > 0) != 1 or (is_idle and state_id not in kept) or (is_free and state_id in kept):
-            yield Violation("S11", f"state {state_id} is not either free, kept or held")
-    for key, one in states.kept.items():
-        if key not in now.blocks.device.registered:
-            yield Violation("S11", f"state {one.state_id} is kept and the KV before it is not")
+    yield from _broken_states(states, now.blocks.device, "")
+    if now.blocks.host is not None and now.blocks.host_states is not None:
+        yield from _broken_states(now.blocks.host_states, now.blocks.host, "host ")
+        for number in now.blocks.host_states.current.keys() ^ now.blocks.pins.keys():
+            yield Violation("S11", f"sequence {number} has pins on the host and no state there, or a state alone")
     has_state = {one.sequence_id for one in now.waiting + now.running if one.num_computed_tokens}
     starting = now.reserved.keys() - has_state
     for number in (states.current.keys() - starting) ^ has_state:
@@ -266,3 +255,23 @@ def _s11(now: Snapshot) -> Iterator[Violation]:
         yield Violation("S11", f"sequence {number} has a state and no table")
     for number in states.written.keys() - now.reserved.keys():
         yield Violation("S11", f"sequence {number} writes a state and is in no step")
+
+
+def _broken_states(states: StateSnapshot, memory: MemorySnapshot, where: str) -> Iterator[Violation]:
+    holds, written = Counter(states.current.values()), Counter(states.written.values())
+    kept, free = {one.state_id for one in states.kept.values()}, Counter(states.free_blocks)
+    num_states = len(states.reference_counts)
+    if not {*holds, *written, *kept, *free, *states.idle_blocks} <= set(range(num_states)):
+        yield Violation("S11", f"a {where}state is none of the {num_states} there are")
+    for state_id, count in enumerate(states.reference_counts):
+        num_holders = holds[state_id] + written[state_id] + states.moving.get(state_id, 0)
+        if count != num_holders:
+            yield Violation("S11", f"{where}state {state_id} has {count} references and {num_holders} holders")
+        if written[state_id] and (num_holders > 1 or state_id in kept):
+            yield Violation("S11", f"{where}state {state_id} is written and is found, read or written elsewhere")
+        is_free, is_idle = free[state_id], state_id in states.idle_blocks
+        if is_free + is_idle + (count > 0) != 1 or (is_idle and state_id not in kept) or (is_free and state_id in kept):
+            yield Violation("S11", f"{where}state {state_id} is not either free, kept or held")
+    for key, one in states.kept.items():
+        if key not in memory.registered:
+            yield Violation("S11", f"{where}state {one.state_id} is kept and the KV before it is not")

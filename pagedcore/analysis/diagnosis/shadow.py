@@ -50,9 +50,12 @@ class ShadowTags:
     Invariant: the tags of a free block say that it holds nothing.
     """
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int, num_states: int = 0) -> None:
+    def __init__(
+        self, num_blocks: int, num_host_blocks: int, block_size: int, num_states: int = 0, num_host_states: int = 0
+    ) -> None:
         self.block_size = block_size
         self.states: Tags = np.full((num_states, 3), _NOTHING)
+        self.host_states: Tags = np.full((num_host_states, 3), _NOTHING)
         self.device: Tags = np.full((num_blocks, block_size, 3), _NOTHING)
         self.host: Tags = np.full((num_host_blocks, block_size, 3), _NOTHING)
         self.violations: list[Violation] = []
@@ -213,11 +216,36 @@ class ShadowStates:
         self._store, self._tags = store, tags
         self._read: dict[bytes, Tags] = {}
 
+    def allocate_host(self, num_states: int) -> None:
+        """Pass it on."""
+        self._store.allocate_host(num_states)
+
+    def swap_out(self, pairs: _Pairs) -> None:
+        """Copy states to the host, with their tags."""
+        self._move(self._store.swap_out, pairs, self._tags.states, self._tags.host_states)
+
+    def swap_in(self, pairs: _Pairs) -> None:
+        """Copy states from the host, with their tags."""
+        self._move(self._store.swap_in, pairs, self._tags.host_states, self._tags.states)
+
+    def _move(self, move: Callable[[_Pairs], None], pairs: _Pairs, source: Tags, destination: Tags) -> None:
+        # Why first: of copies that fail half-way nothing is known.
+        destination[[there for _, there in pairs]] = _NOTHING
+        move(pairs)
+        for here, there in pairs:
+            destination[there] = source[here]
+
     def read_states(self, state_ids: ListOf[int]) -> npt.NDArray[np.uint8]:
         """Return the bytes of states, and remember their tags until they are written again."""
-        contents = self._store.read_states(state_ids)
+        return self._remember(self._store.read_states(state_ids), self._tags.states, state_ids)
+
+    def read_host_states(self, state_ids: ListOf[int]) -> npt.NDArray[np.uint8]:
+        """Do the same for states of the host."""
+        return self._remember(self._store.read_host_states(state_ids), self._tags.host_states, state_ids)
+
+    def _remember(self, contents: npt.NDArray[np.uint8], tags: Tags, state_ids: ListOf[int]) -> npt.NDArray[np.uint8]:
         for state, state_id in zip(contents, state_ids, strict=True):
-            self._read[_digest(state)] = np.array([_ANY_ROOT, *self._tags.states[state_id, 1:]])
+            self._read[_digest(state)] = np.array([_ANY_ROOT, *tags[state_id, 1:]])
         while len(self._read) > _MOST_READ:
             del self._read[next(iter(self._read))]
         return contents
@@ -327,6 +355,8 @@ class ShadowChecker(InvariantChecker):
         self._tags.device[device] = _NOTHING
         if blocks.host is not None:
             self._tags.host[list(blocks.host.free_blocks)] = _NOTHING
+        if blocks.host_states is not None:
+            self._tags.host_states[list(blocks.host_states.free_blocks)] = _NOTHING
         if blocks.states is not None and self._states is not None:
             self._states.poison(blocks.states.free_blocks)
         self._tags.keep(state.sequence_id for state in self._before.waiting + self._before.running)
@@ -338,7 +368,7 @@ def shadow(
     """Return the stores and the runner with tags beside them, and what checks both after every step."""
     device, host = scheduler.kv_cache.device, scheduler.kv_cache.host
     num_states = device.states.num_states if isinstance(device, HybridBlocks) else 0
-    tags = ShadowTags(device.num_blocks, host.num_blocks, device.block_size, num_states)
+    tags = ShadowTags(device.num_blocks, host.num_blocks, device.block_size, num_states, host.states.num_states)
     shadowed = ShadowStore(store, tags) if store is not None else None
     shadowed_states = ShadowStates(states, tags) if states is not None else None
     return (shadowed, shadowed_states, ShadowRunner(runner, tags, shadowed, shadowed_states),

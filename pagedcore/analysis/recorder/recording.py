@@ -286,8 +286,12 @@ def _state(segment: Mapping[str, Any], rows: list[tuple[int, array[int]]]) -> di
         if type(settings[name]) is not int or settings[name] < 1:
             raise RecordingError(f"{name} is no number from 1")
     if (num_states := settings.get("num_states")) is not None:
+        num_host_states = settings.setdefault("num_host_states", 0)
         is_possible = type(num_states) is int and 2 * settings["max_num_seqs"] <= num_states <= MAX_BLOCKS
-        if not is_possible or settings["num_host_blocks"] or len(state["device"]["states"]["counts"]) != num_states:
+        is_possible = is_possible and type(num_host_states) is int and 0 <= num_host_states <= MAX_BLOCKS
+        if not is_possible or (num_host_states > 0) != (settings["num_host_blocks"] > 0) or any(
+                len(state[memory]["states"]["counts"]) != size for memory, size in
+                (("device", num_states), ("host", num_host_states)) if size):
             raise RecordingError("its states are more or fewer than there can be")
     for memory, num_blocks in ((state["device"], settings["num_blocks"]), (state["host"], settings["num_host_blocks"])):
         if len(memory["counts"]) != num_blocks:

@@ -307,7 +307,8 @@ def _has_ended(new: NewToken) -> bool:
 
 
 def _transfer(one: Transfer) -> list[Any]:
-    return [one.transfer_id, one.direction.value, one.sequence_id, [list(pair) for pair in one.pairs]]
+    states = [[[move.source, move.destination] for move in one.state_moves]] if one.state_moves else []
+    return [one.transfer_id, one.direction.value, one.sequence_id, [list(pair) for pair in one.pairs], *states]
 
 
 def _plan(plan: SchedulePlan) -> tuple[array[int], dict[str, Any]]:
@@ -337,7 +338,8 @@ def _plan(plan: SchedulePlan) -> tuple[array[int], dict[str, Any]]:
 
 def _match(match: Any) -> list[Any]:
     tail = None if match.tail is None else list(match.tail)
-    return [list(match.device_blocks), tail, list(match.host_blocks), match.num_tokens]
+    states = [match.host_state] if match.host_state >= 0 else []
+    return [list(match.device_blocks), tail, list(match.host_blocks), match.num_tokens, *states]
 
 
 def _ids(sequences: Iterable[Sequence]) -> list[int]:

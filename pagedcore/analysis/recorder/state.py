@@ -64,7 +64,8 @@ def settings_of(scheduler: Scheduler) -> State:
         "min_batch_size": scheduler.gate.min_batch_size, "max_wait_s": scheduler.gate.max_wait_s,
         # Why if: as in ``Scheduler.snapshot``.
         **({"adapters": [slots.num_slots, slots.num_bytes]} if slots.num_slots else {}),
-        **({"num_states": device.states.num_states} if isinstance(device, HybridBlocks) else {}),
+        **({"num_states": device.states.num_states, "num_host_states": host.states.num_states,
+            "state_weight": scheduler.kv_cache.state_weight} if isinstance(device, HybridBlocks) else {}),
     }
 
 
@@ -73,7 +74,8 @@ def build_scheduler(settings: Mapping[str, Any], load_policy: Callable[[str, Any
     kv_cache = KVCacheManager(
         settings["num_blocks"], settings["block_size"], num_host_blocks=settings["num_host_blocks"],
         policy=POLICIES[settings["eviction"]], copies_blocks=settings["copies_blocks"],
-        num_states=settings.get("num_states", 0),
+        num_states=settings.get("num_states", 0), num_host_states=settings.get("num_host_states", 0),
+        state_weight=settings.get("state_weight", 0.0),
     )
     names = ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "admission", "preemption",
              "max_scored_tokens", "prefill_share", "phases")

@@ -58,11 +58,10 @@ def starting_state(segment: Mapping[str, Any], changes: Mapping[str, Any], now_s
     recorded, settings = segment["settings"], settings_with(segment, changes)
     if settings["num_blocks"] > MAX_BLOCKS:
         raise RecordingError(f"a pool of {settings['num_blocks']} blocks, at most {MAX_BLOCKS} are replayed")
-    if "num_states" in settings and (
-            settings["num_host_blocks"] or 2 * settings["max_num_seqs"] > settings["num_states"]):
-        raise RecordingError(f"its model keeps {settings['num_states']} states: none is on the host, and each sequence "
-                             "that runs needs 2")
-    first = {**settings, **{name: recorded[name] for name in ("num_blocks", "num_host_blocks")}}
+    if "num_states" in settings:
+        settings["num_host_states"] = _num_host_states(settings, recorded)
+    names = [name for name in ("num_blocks", "num_host_blocks", "num_host_states") if name in recorded]
+    first = {**settings, **{name: recorded[name] for name in names}}
     state, num_more = segment["state"], settings["num_blocks"] - recorded["num_blocks"]
     if num_more > 0:
         state, first["num_blocks"] = {**state, "device": _grown(state["device"], num_more)}, settings["num_blocks"]
@@ -86,6 +85,17 @@ def starting_state(segment: Mapping[str, Any], changes: Mapping[str, Any], now_s
     if broken := check(snapshot(made.scheduler)):
         raise RecordingError(f"its state does not fit the other settings (law {broken[0].law})")
     return made
+
+
+def _num_host_states(settings: State, recorded: Mapping[str, Any]) -> int:
+    """Return the states of a host tier that is as large as the settings say: in proportion to the recorded one."""
+    num_states, size, known = settings["num_states"], settings["num_host_blocks"], recorded["num_host_blocks"]
+    if 2 * settings["max_num_seqs"] > num_states:
+        raise RecordingError(f"its model keeps {num_states} states, and each sequence that runs needs 2")
+    if size and not known:
+        raise RecordingError(f"its model keeps {num_states} states, and without a host tier in the recording it is not "
+                             "known how many one would have")
+    return max(1, recorded["num_host_states"] * size // known) if size else 0
 
 
 def _grown(device: State, num_more: int) -> State:
@@ -142,6 +152,9 @@ def _rebuild(made: StartingState, settings: State, *, is_host_other: bool) -> No
         size = settings["num_host_blocks"]
         state["host"] = {**state["host"], "free": list(range(size - 1, -1, -1)), "counts": [0] * size,
                          "entries": [], "tokens": [], "roots": [], "cancelled": [], "timed_out": []}
+        if size := settings.get("num_host_states", 0):
+            state["host"]["states"] = {"free": list(range(size - 1, -1, -1)), "counts": [0] * size, "current": [],
+                                       "idle": [], "num_evictions": 0, "kept": []}
     finished = {number: one for number, one in made.sequences.items() if one.finish_reason is not None}
     made.scheduler = build_scheduler(settings, load_policy)
     made.sequences = {**finished, **restore(state, made.scheduler)}

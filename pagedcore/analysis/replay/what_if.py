@@ -265,7 +265,8 @@ class WhatIf:
         return self._seconds_of(self.scheduler.kv_cache.host.in_flight[number])
 
     def _seconds_of(self, transfer: Transfer) -> float:
-        return self._costs.moves[transfer.direction].seconds(len(transfer.moves))
+        num_units = self._costs.units(len(transfer.moves), len(transfer.state_moves))
+        return self._costs.moves[transfer.direction].seconds(num_units)
 
     def _start(self, transfers: ListOf[Transfer]) -> None:
         for transfer in transfers:
@@ -360,7 +361,7 @@ def _without_blocks(verb: str, decided: Any) -> Any:
         return None
     if verb == "schedule" and not isinstance(decided, dict):
         rows, rest = decided
-        named = {name: [[one[0], one[-1]] for one in rest[name]] for name in ("matches", "loaded") if name in rest}
+        named = {name: [[one[0], one[4]] for one in rest[name]] for name in ("matches", "loaded") if name in rest}
         return [rows, {**rest, **named}]
     if verb in ("make_room", "take_due") and isinstance(decided, list):
         return [[*one[:3], len(one[3])] for one in decided]

@@ -295,7 +295,8 @@ def test_refused_promises_are_in_the_table(tmp_path: Path) -> None:
 
 
 def test_other_settings_of_a_model_with_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pools of other sizes are run; a host tier, and more rows than have two states each, are refused."""
+    """Pools of other sizes are run; a host tier that was not there, and more rows than have two states each, are
+    refused."""
     monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
     with toy_engine(backend=ToyHybrid(), num_kv_blocks=40) as engine:
         for _ in range(2):
@@ -306,3 +307,24 @@ def test_other_settings_of_a_model_with_states(tmp_path: Path, monkeypatch: pyte
     for changes in ({"max_num_seqs": 9}, {"num_host_blocks": 10}):
         with pytest.raises(RecordingError, match="keeps 16 states"):
             WhatIf(recording, changes)
+
+
+def test_any_recorded_life_with_states_ends_under_any_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model with states, swaps and faults: without its host tier, with a larger one, and with other pools all that
+    was accepted ends or is refused.
+    """
+    monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
+    num_with_host = 0
+    for seed in range(first_seed(), first_seed() + scaled(6)):
+        path = recorded_life(seed, tmp_path, max_steps=8192, has_faults=seed % 2 == 1, has_formation=seed % 3 == 0,
+                             keeps_states=True)
+        recording = read_recording(path)
+        num_lives = len(lives_of(recording)) + recorded_outcome(recording).num_refused
+        size = recording.segments[0]["settings"]["num_host_blocks"]
+        num_with_host += size > 0
+        for changes in ({"num_blocks": 40, "num_host_blocks": 0}, {"num_blocks": 10}, {"num_host_blocks": 3 * size}):
+            found = WhatIf(recording, changes).run()
+            assert len(found.finished) + found.num_refused == num_lives, (seed, changes)
+    assert num_with_host
