@@ -8,19 +8,16 @@ pinned there, and what is kept for others. Numbers only: it moves no bytes.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as ListOf
-from itertools import islice
-from typing import Any, Final, NamedTuple
+from heapq import heapify, heappop, heappush
+from typing import Any, NamedTuple
 
 from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.memory_snapshot import KnownState, StateSnapshot
 from pagedcore.kv_cache.prefix_cache import Content, PrefixCache
-
-_WINDOW: Final = 8
-"""Of so many states that were not used for longest, the one is evicted that is computed again soonest."""
 
 
 class KeptState(NamedTuple):
@@ -44,6 +41,10 @@ class StateBlocks:
         transfers that it is part of.
     Invariant: a block without a reference is free, or kept. One that is kept is not written.
     Invariant: a sequence's state is that of its computed positions; where none are computed it has none.
+
+    What is evicted first is worth least: the tokens that it saves, and what the last evicted one was worth when this
+    one was used last. So states that save little go soon, and those that save much when many others have come and gone.
+    Source: GreedyDual (Young 1994) with one size, as in caches of web pages (Cao and Irani 1997).
     """
 
     def __init__(self, num_states: int, block_size: int) -> None:
@@ -73,8 +74,11 @@ class StateBlocks:
         self._key_of: dict[int, bytes] = {}
         self._tails: dict[bytes, list[KeptState]] = {}
         """States that end inside a block, by the key of the block before it."""
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        """Kept states without a reference, the least recently used one first."""
+        self._idle: dict[int, tuple[int, int]] = {}
+        """Kept states without a reference: what each is worth, and the number of its last use."""
+        self._heap: list[tuple[tuple[int, int], int]] = []
+        self._num_uses = self._age = 0
+        """Uses so far, and what the last evicted state was worth."""
         self.current: dict[int, int] = {}
         """The state of each sequence, by its id; like ``written``, not for changing."""
         self.written: dict[int, int] = {}
@@ -173,8 +177,7 @@ class StateBlocks:
         available, which the caller knows before.
         """
         while len(self._pool.free_blocks) < num_states and self._idle:
-            self.forget(self._key_of[self._next_victim()])
-            self.num_evictions += 1
+            self._evict_next()
         taken = self._pool.allocate(num_states)
         if taken is None:
             raise InternalError(f"{num_states} state blocks were asked for, {len(self._pool.free_blocks)} are free")
@@ -199,7 +202,8 @@ class StateBlocks:
                 if (found := self.find(one.content.key)) is not None]
         return {
             **self._pool.snapshot(), "current": [list(pair) for pair in self.current.items()],
-            "idle": list(self._idle), "num_evictions": self.num_evictions, "kept": kept,
+            "idle": [[state_id, *rank] for state_id, rank in self._idle.items()], "num_uses": self._num_uses,
+            "age": self._age, "num_evictions": self.num_evictions, "kept": kept,
         }
 
     def restore(self, state: Mapping[str, Any], cache: PrefixCache, moving: Collection[int]) -> None:
@@ -213,7 +217,9 @@ class StateBlocks:
                 raise ValueError("two states are kept in one place")
             self.keep(one)
         self._pool.restore(state, self._key_of)
-        self._idle = OrderedDict.fromkeys(state["idle"])
+        self._num_uses, self._age = state["num_uses"], state["age"]
+        self._idle = {state_id: (worth, number) for state_id, worth, number in state["idle"]}
+        self._sort_idle()
         self.current = {int(number): int(state_id) for number, state_id in state["current"]}
         holds = Counter(self.current.values()) + Counter(moving)
         if set(self._idle) != self._pool.idle_blocks or any(
@@ -225,10 +231,25 @@ class StateBlocks:
         """Free a reference, if it is one: the block is kept then, or free."""
         if state_id is None or not self._pool.free_reference(state_id):
             return
-        if state_id in self._key_of:
-            self._idle[state_id] = None
-        else:
+        if (key := self._key_of.get(state_id)) is None:
             self._pool.free_idle_block(state_id)
+            return
+        self._num_uses += 1
+        self._idle[state_id] = rank = self._age + self._kept[key].num_saved, self._num_uses
+        heappush(self._heap, (rank, state_id))
+        # Why: entries of states that are in use again stay in the heap until they come up; this bounds them.
+        if len(self._heap) > 4 * self.num_states:
+            self._sort_idle()
 
-    def _next_victim(self) -> int:
-        return min(islice(self._idle, _WINDOW), key=lambda one: self._kept[self._key_of[one]].num_saved)
+    def _sort_idle(self) -> None:
+        self._heap = [(rank, state_id) for state_id, rank in self._idle.items()]
+        heapify(self._heap)
+
+    def _evict_next(self) -> None:
+        while True:
+            rank, state_id = heappop(self._heap)
+            if self._idle.get(state_id) == rank:
+                break
+        self._age = rank[0]
+        self.forget(self._key_of[state_id])
+        self.num_evictions += 1

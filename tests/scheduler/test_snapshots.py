@@ -55,7 +55,7 @@ LEFT_OUT: dict[type, dict[str, str]] = {
     KVCacheManager: {"state_weight": SETTING},
     BlockManager: {"num_blocks": SETTING, "policy": SETTING, "block_size": SETTING, "copies_blocks": SETTING,
                    "hasher": SETTING, "_sources": LANDED, "_to_keep": LANDED, "_unsettled": LANDED},
-    StateBlocks: {"num_states": SETTING, "block_size": SETTING, "written": LANDED},
+    StateBlocks: {"num_states": SETTING, "block_size": SETTING, "written": LANDED, "_heap": DERIVED},
     HostCache: {"num_blocks": SETTING, "policy": SETTING},
     BlockPool: {"num_blocks": SETTING},
     BlockTable: {"_ids": DERIVED, "_view": DERIVED, "num_changes": "tells one state of a table from others in memory"},

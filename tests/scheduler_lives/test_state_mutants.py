@@ -92,7 +92,8 @@ def evicted_while_held(patch: Patch) -> None:
 
     def idly(self: StateBlocks, kept: KeptState) -> None:
         keep(self, kept)
-        self._idle[kept.state_id] = None
+        self._idle[kept.state_id] = 0, 0
+        self._sort_idle()
 
     patch.setattr(StateBlocks, "keep", idly)
 

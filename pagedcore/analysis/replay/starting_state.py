@@ -154,7 +154,7 @@ def _rebuild(made: StartingState, settings: State, *, is_host_other: bool) -> No
                          "entries": [], "tokens": [], "roots": [], "cancelled": [], "timed_out": []}
         if size := settings.get("num_host_states", 0):
             state["host"]["states"] = {"free": list(range(size - 1, -1, -1)), "counts": [0] * size, "current": [],
-                                       "idle": [], "num_evictions": 0, "kept": []}
+                                       "idle": [], "num_uses": 0, "age": 0, "num_evictions": 0, "kept": []}
     finished = {number: one for number, one in made.sequences.items() if one.finish_reason is not None}
     made.scheduler = build_scheduler(settings, load_policy)
     made.sequences = {**finished, **restore(state, made.scheduler)}
