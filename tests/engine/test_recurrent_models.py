@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +16,14 @@ import torch
 from pagedcore.convert.conversion import convert
 from pagedcore.convert.packing import pack
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import InvalidConfig, ModelNotSupported
+from pagedcore.errors import InvalidConfig, ModelNotSupported, StepFailed
+from pagedcore.models.state_pool import StatePool
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.scheduler import chunk_ends
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 from support.families import HYBRIDS, VOCAB, tiny_model
+from support.torture import first_seed, scaled
 
 needs_products = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
 CHUNKS = (8, 48, 64)
@@ -113,10 +121,11 @@ def case(request: pytest.FixtureRequest) -> Case:
 @pytest.mark.parametrize("more", [
     {"num_kv_blocks": 200}, {"num_kv_blocks": 24, "preemption": "recompute", "speculation": "off"},
     {"num_kv_blocks": 60, "speculation": "auto"},
-], ids=["cached", "recomputed", "drafted"])
+    {"num_kv_blocks": 24, "preemption": "swap", "host_kv_memory": "16MiB", "speculation": "off"},
+], ids=["cached", "recomputed", "drafted", "swapped"])
 def test_answers_are_those_alone(case: Case, more: dict[str, Any]) -> None:
-    """With prompts that share prefixes to every offset of a block, chunked, forked, preempted and with drafts, each
-    answer and each log-probability is the same."""
+    """With prompts that share prefixes to every offset of a block, chunked, forked, preempted, swapped and with drafts,
+    each answer and each log-probability is the same."""
     places = list(range(len(PROMPTS)))
     with case.engine(**SMALL, **more) as engine:
         first, again, stats = answers(engine, places), answers(engine, places[::-1]), engine.stats()
@@ -124,6 +133,7 @@ def test_answers_are_those_alone(case: Case, more: dict[str, Any]) -> None:
     assert again == case.alone
     assert stats.is_schedule_invariant
     assert stats.num_preemptions > 0 or more["num_kv_blocks"] > 24
+    assert stats.swapped_in_bytes > 0 or "host_kv_memory" not in more
 
 
 def test_threads_change_no_bit(case: Case) -> None:
@@ -203,3 +213,96 @@ def test_packed_and_converted_weights_answer_as_those_packed_at_load(
         converted = all_answers(engine)
     with Engine.from_pretrained(directories[0], quantization="w8a8", **ROOM) as engine:
         assert all_answers(engine) == converted
+
+
+class Alone:
+    """An engine without company, cache, chunks and drafts: the oracle of drawn lives."""
+
+    def __init__(self, family: str) -> None:
+        self.engine = Engine.from_pretrained(tiny_model(family), block_size=8, num_kv_blocks=64, max_num_seqs=1,
+                                             enable_prefix_caching=False, speculation="off")  # fmt: skip
+        self._known: dict[tuple[tuple[int, ...], int], list[int]] = {}
+
+    def __call__(self, prompt: list[int], num_tokens: int) -> list[int]:
+        known = (tuple(prompt), num_tokens)
+        if known not in self._known:
+            how = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+            (output,) = self.engine.generate([prompt], how, show_progress=False)
+            self._known[known] = list(output.outputs[0].token_ids)
+        return self._known[known]
+
+
+def drawn_settings(rng: random.Random) -> dict[str, Any]:
+    rows = rng.randint(1, 5)
+    return {
+        "block_size": rng.choice([4, 8, 16]), "num_kv_blocks": rng.choice([24, 32, 90]), "max_num_seqs": rows,
+        "max_num_batched_tokens": rows + rng.choice([4, 9, 40]), "speculation": rng.choice(["auto", "off"]),
+        "host_kv_memory": rng.choice([None, "256KiB", "8MiB"]), "max_model_len": 96,
+        "preemption": rng.choice(["auto", "swap", "swap", "recompute", "shrink", "wait"]), "check_invariants": True,
+    }
+
+
+def live(engine: Engine, alone: Alone, rng: random.Random, fails: list[bool]) -> Counter[str]:
+    """Let requests, forks, and sessions that are parked come and go; compare all that ends without an error."""
+    counts, sessions, waiting = Counter[str](), [], []
+    how = SamplingParams(max_tokens=6, ignore_eos=True)
+    for _ in range(12):
+        start = [*SHARED[: rng.choice([0, 7, 8, 16, 37])], rng.randrange(3, VOCAB)]
+        for _ in range(rng.randint(0, 3)):
+            waiting.append(engine.add_request(start, replace(how, n=rng.randint(1, 2), max_tokens=rng.randint(1, 20))))
+        fails[0] = rng.random() < 0.3
+        if rng.random() < 0.4:
+            sessions.append(engine.session(how))
+        for session in rng.sample(sessions, min(len(sessions), 2)):
+            known = [*session.token_ids, rng.randrange(3, VOCAB)]
+            if len(known) > 80 or rng.random() < 0.2:
+                sessions.remove(session)
+                session.close()
+                continue
+            with suppress(StepFailed):
+                output = session.ask(known[len(session.token_ids) :])
+                assert list(output.outputs[0].token_ids) == alone(known, 6)
+                counts["turns"] += 1
+            session.park(rng.choice(["host", "disk"]))
+            sessions.extend([session.fork()] if rng.random() < 0.3 else [])
+        for _ in range(rng.randint(0, 6)):
+            engine.step()
+    while engine.has_pending_requests():
+        engine.step()
+    for request in waiting:
+        for one in request.output().outputs:
+            counts[one.finish_reason or ""] += 1
+            if one.finish_reason == "length":
+                prompt, found = list(request.output().prompt_token_ids), list(one.token_ids)
+                assert found == alone(prompt, 20)[: len(found)]
+        request.remove()
+    return counts
+
+
+@pytest.mark.torture
+def test_drawn_lives_of_real_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Engines of drawn sizes, with swaps, forks, drafts, parked sessions, steps that fail and copies that fail: what
+    ends without an error is what the model answers to that prompt alone."""
+    seed, counts, fails = first_seed(), Counter[str](), [False]
+    family = EACH_TIME[seed % len(EACH_TIME)]
+    alone = Alone(family)
+
+    def once(self: StatePool, *given: Any, what: Any) -> Any:
+        is_over, fails[0] = fails[0], False
+        if is_over:
+            raise OSError("on purpose")
+        return what(self, *given)
+
+    for name in ("planned", "swap_out", "swap_in"):
+        monkeypatch.setattr(StatePool, name, partialmethod(once, what=getattr(StatePool, name)))
+    for number in range(seed, seed + scaled(2)):
+        rng = random.Random(f"hybrid {number}")
+        monkeypatch.setattr(chunk_ends, "LEAST_SAVED", rng.choice([2, 16, 128]))
+        with Engine.from_pretrained(tiny_model(family), **drawn_settings(rng), disk_kv_dir=str(tmp_path)) as engine:
+            counts += live(engine, alone, rng, fails)
+            fails[0] = False
+            for session in list(engine.sessions):
+                session.close()
+            stats = engine.stats()
+            assert (stats.num_blocks_used, stats.num_states_used, stats.num_host_states_used) == (0, 0, 0), number
+    assert counts["length"] + counts["turns"] > 10
