@@ -9,7 +9,7 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
                     MayLoseDevice  MeasuresSteps  RecordsSteps  TakesAdapters
                     KeepsStates
     Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
-    attention       AttentionRequirements  StoresInt8, ChecksAhead, ConvolvesRows, TakesKernels (the factory)
+    attention       AttentionRequirements  StoresInt8, ChecksAhead, TakesKernels (the factory)
                     ShowsKVPool (the backend)
 """
 
@@ -30,7 +30,6 @@ from pagedcore_kernels.interface import AttentionBackend as AttentionBackend
 from pagedcore_kernels.interface import AttentionFactory as AttentionFactory
 from pagedcore_kernels.interface import AttentionRequirements as AttentionRequirements
 from pagedcore_kernels.interface import ChecksAhead as ChecksAhead
-from pagedcore_kernels.interface import ConvolvesRows as ConvolvesRows
 from pagedcore_kernels.interface import FloatArray as FloatArray
 from pagedcore_kernels.interface import Int32Array as Int32Array
 from pagedcore_kernels.interface import Int64Array as Int64Array

@@ -42,26 +42,6 @@ def check_query(
         raise InternalError(f"sinks: shape {tuple(sinks.shape)}, expected [{heads}].")
 
 
-def check_convolution(
-    layout: BlockLayout, layer: int, output: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor,
-    plan: StepPlan,
-) -> None:  # fmt: skip
-    """Refuse rows of a convolution, its output, weight or bias that do not fit the layer and the planned batch."""
-    channels = layout.layers[layer].value_head_size
-    _check("rows", rows, (plan.num_tokens, 3 * channels), layout.model_dtype)
-    _check("output", output, (plan.num_tokens, channels), layout.model_dtype)
-    if not output.is_contiguous():
-        raise InternalError("convolution: the output is expected in one piece.")
-    of_channels = weight.dim() == 2 and weight.shape[1] == channels and tuple(bias.shape) == (channels,)
-    if not of_channels or weight.dtype != torch.float32 or bias.dtype != torch.float32:
-        raise InternalError(
-            f"convolution: weight {weight.dtype} {tuple(weight.shape)} and bias {bias.dtype} {tuple(bias.shape)}, "
-            f"expected float32 [taps, {channels}] and [{channels}]."
-        )
-    if not weight.is_contiguous() or not bias.is_contiguous():
-        raise InternalError("convolution: weight and bias are expected in one piece each.")
-
-
 def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if tuple(tensor.shape) != shape:
         raise InternalError(f"{name}: shape {tuple(tensor.shape)}, expected {shape}.")

@@ -140,28 +140,6 @@ class AttentionBackend(Protocol):
         ...
 
 
-@runtime_checkable
-class ConvolvesRows(Protocol):
-    """An attention backend, or a factory of such, that also computes layers of short convolutions."""
-
-    def convolve_to(
-        self, output: torch.Tensor, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-    ) -> None:
-        """Convolve each channel causally over the sequence of its row, between two gates.
-
-        Args:
-            output: [T, C], contiguous: ``after * (bias + sum over taps of weight[tap] * input)``, the sum in float32 in
-                this order, with zeros before the first position. Rounded after the sum and after the product. What it
-                has of padding means nothing.
-            layer: index into the layout's layers; its keys have no elements, its values C.
-            rows: [T, 3 * C] in the layout's number format, last dimension contiguous: a row's ``before``, ``after`` and
-                ``row``. The inputs, ``before * row``, rounded, are kept in the planned slots.
-            weight: float32 [taps, C], oldest tap first.
-            bias: float32 [C].
-        """
-        ...
-
-
 class StateBackend(Protocol):
     """Recurrences over a pool of states of one ``StateLayout``: ``plan`` once a step, the rest once per layer.
 
@@ -181,16 +159,17 @@ class StateBackend(Protocol):
     ) -> torch.Tensor:
         """Return the causal convolution of each channel over its row's sequence, [T, C].
 
-        ``f(bias + sum over taps of weight[tap] * row)``, added in this order. The part keeps the last inputs
+        ``f(bias + sum over taps of weight[tap] * input)``, added in this order. The part keeps the last inputs
         [taps - 1, C], oldest first, in the format of ``rows``.
 
         Args:
             layer: index into the layout's layers.
             part: index into the layer's parts.
-            rows: [T, C].
+            rows: [T, C], the inputs. With "gates" [T, 3 * C], a row's ``before``, ``after`` and ``row``: inputs are
+                ``before * row``, and the result is ``after`` times the sum; inputs and sum are rounded.
             weight: float32 [taps, C], oldest tap first.
             bias: float32 [C].
-            activation: "silu" or "none".
+            activation: "silu", "none" or "gates".
         """
         ...
 

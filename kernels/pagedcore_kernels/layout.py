@@ -34,19 +34,16 @@ def int8_head_bytes(num_elements: int, block_size: int) -> int:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """K and V of one token in one layer: so many heads of so many elements; K and V may differ in size.
-
-    A layer of no attention keeps rows without keys: one head, ``key_head_size`` 0.
-    """
+    """K and V of one token in one layer: so many heads of so many elements; K and V may differ in size."""
 
     num_kv_heads: int
     key_head_size: int
     value_head_size: int
 
     def __post_init__(self) -> None:
-        for name, least in (("num_kv_heads", 1), ("key_head_size", 0), ("value_head_size", 1)):
-            if getattr(self, name) < least:
-                raise InvalidConfig(f"{name}: got {getattr(self, name)}, allowed is an integer from {least} on.")
+        for name in ("num_kv_heads", "key_head_size", "value_head_size"):
+            if getattr(self, name) < 1:
+                raise InvalidConfig(f"{name}: got {getattr(self, name)}, allowed is a positive integer.")
 
     @property
     def padded_value_size(self) -> int:
@@ -187,13 +184,6 @@ class Int8KVLayout(_QuantizableLayout):
     """
 
     _dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int8,)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if any(layer.key_head_size == 0 for layer in self.layers):
-            raise InvalidConfig(
-                "KV dtype: got int8, which the inputs of convolutions cannot have. Leave kv_cache_dtype at 'auto'."
-            )
 
     def key_bytes(self, layer: int) -> int:
         """Bytes of the layer's K in one block, scales included."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedcore_kernels.checks import check_convolution, check_key_value, check_pool, check_query
+from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RaggedRows
 from pagedcore_kernels.layout import BlockLayout, Int8KVLayout, KVLayout
@@ -86,27 +86,6 @@ class ReferenceAttention:
                 query[tokens].float(), key, value, scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks
             ).to(query.dtype)
         return output
-
-    def convolve_to(
-        self, output: torch.Tensor, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-    ) -> None:
-        """Keep inputs and convolve; see ``ConvolvesRows``."""
-        plan, taps = self._current_plan(), len(weight)
-        check_convolution(self._layout, layer, output, rows, weight, bias, plan)
-        before, after, rows = rows.chunk(3, dim=-1)
-        self.write_kv(layer, rows.new_empty(len(rows), 1, 0), (before * rows)[:, None])
-        output.zero_()
-        for row in range(plan.num_rows):
-            tokens = slice(int(plan.query_start[row]), int(plan.query_start[row + 1]))
-            count = tokens.stop - tokens.start
-            if count == 0:  # padding
-                continue
-            known = self._gather(layer, row, plan)[1][:, 0]
-            padded = torch.cat([known.new_zeros(taps - 1, known.shape[1]), known])[-(count + taps - 1) :]
-            total = bias.expand(count, -1)
-            for tap in range(taps):
-                total = total + padded[tap : tap + count] * weight[tap]
-            output[tokens] = after[tokens] * total.to(rows.dtype)
 
     def _gather(self, layer: int, row: int, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """The row's K [L, KVH, D] and V [L, KVH, Dv] in float32."""

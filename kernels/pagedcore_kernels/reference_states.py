@@ -46,8 +46,12 @@ class ReferenceStates:
     def convolve(
         self, layer: int, part: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
     ) -> torch.Tensor:
-        """Convolve rows [T, C] with their predecessors; see ``StateBackend``."""
+        """Convolve rows with their predecessors; see ``StateBackend``."""
         check_convolution(self._layout.layers[layer][part], self._current_plan(), rows, weight, bias, activation)
+        after = None
+        if activation == "gates":
+            before, after, rows = rows.chunk(3, dim=1)
+            rows = before * rows
         inputs = rows.float()
 
         def advance(state: torch.Tensor, token: int) -> torch.Tensor:
@@ -56,6 +60,8 @@ class ReferenceStates:
             total = bias
             for row, factor in zip(window, weight, strict=True):
                 total = total + row * factor
+            if after is not None:
+                return after[token] * total.to(rows.dtype)
             return silu(total) if activation == "silu" else total
 
         return self._advance_rows(layer, part, _empty_like(rows), advance)

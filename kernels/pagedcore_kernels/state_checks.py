@@ -8,8 +8,8 @@ from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.state_layout import StateLayout, StatePart
 from pagedcore_kernels.state_plan import StatePlan
 
-ACTIVATIONS = ("none", "silu")
-"""What a convolution may end with."""
+ACTIVATIONS = ("none", "silu", "gates")
+"""What a convolution may end with, or lie between."""
 
 
 def check_state_pool(layout: StateLayout, pool: torch.Tensor) -> None:
@@ -26,15 +26,16 @@ def check_convolution(
     part: StatePart, plan: StatePlan, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
 ) -> None:
     """Refuse what ``StateBackend.convolve`` cannot be given."""
+    if activation not in ACTIVATIONS:
+        raise InternalError(f"activation: got {activation!r}, expected one of {', '.join(ACTIVATIONS)}.")
     if rows.dim() != 2 or weight.dim() != 2:
         raise InternalError(f"rows and weight: {rows.dim()} and {weight.dim()} dimensions, expected [T, C], [taps, C].")
-    channels, taps = rows.shape[1], len(weight)
-    _check_rows("rows", rows, (plan.num_tokens, channels), rows.dtype)
+    parts = 3 if activation == "gates" else 1
+    channels, taps = rows.shape[1] // parts, len(weight)
+    _check_rows("rows", rows, (plan.num_tokens, parts * channels), rows.dtype)
     _check_weight("weight", weight, (taps, channels))
     _check_weight("bias", bias, (channels,))
     _check_state(part, (taps - 1, channels), rows.dtype)
-    if activation not in ACTIVATIONS:
-        raise InternalError(f"activation: got {activation!r}, expected one of {', '.join(ACTIVATIONS)}.")
 
 
 def check_delta_rule(

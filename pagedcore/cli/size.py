@@ -209,14 +209,12 @@ def _fitting_blocks(left: int, pair_bytes: int, num_blocks: int) -> int:
 
 
 def _in_int8(layout: BlockLayout) -> BlockLayout | None:
-    """Return the same with KV in int8; ``None``: inputs of convolutions stay in the model's format, or there is no KV.
-    """
+    """Return the same with KV in int8; ``None``: there is no KV."""
     from torch import int8
 
     from pagedcore_kernels.layout import Int8KVLayout
 
-    is_all_kv = bool(layout.layers) and all(layer.key_head_size for layer in layout.layers)
-    return None if not is_all_kv else Int8KVLayout(layout.block_size, int8, layout.layers, layout.model_dtype)
+    return Int8KVLayout(layout.block_size, int8, layout.layers, layout.model_dtype) if layout.layers else None
 
 
 def _bytes_per_token(layout: BlockLayout, *, is_int8: bool) -> int:
@@ -323,9 +321,6 @@ def _token_sum(report: SizeReport) -> str:
         sizes = [f"{layer[name]} + 4" if is_int8 else f"{layer[name]}" for name in ("key_head_size", "value_head_size")]
         heads = f"{layer['num_layers']} layers x {layer['num_kv_heads']} KV heads"
         twice = f"2 x {heads} x ({sizes[0]})" if is_int8 else f"2 x {heads} x {sizes[0]}"
-        if not layer["key_head_size"]:
-            terms.append(f"{layer['num_layers']} layers x {layer['value_head_size']} inputs of a convolution")
-            continue
         terms.append(twice if sizes[0] == sizes[1] else f"{heads} x ({' + '.join(sizes)})")
     total = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
     return f"{total} bytes" if is_int8 else f"{total} x {4 if report.dtype == 'float32' else 2} bytes"

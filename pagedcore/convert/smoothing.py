@@ -145,7 +145,7 @@ def _family_of(tree: Any) -> tuple[Family, AttentionLayer]:
         layers, *_ = redirect_attention(tree)
     try:
         family = recognise(tree, layers).family
-        if not family.always_attends:
+        if family.recurrence:
             raise NotFused("some of its layers do not attend")
     except NotFused as why:
         raise ModelNotSupported(

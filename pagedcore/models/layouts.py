@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from pagedcore.errors import InvalidConfig
-from pagedcore.models.attention import convolutions, older_modules, recurrences
+from pagedcore.models.attention import older_modules, recurrences
 from pagedcore.models.attention.interface import ATTENTION_KEY, attention_step, current_step, register
 from pagedcore.models.attention.layers import (
     AttentionLayer,
@@ -74,7 +74,6 @@ def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int, Stat
         model.set_attn_implementation(ATTENTION_KEY)
         supported_models.check_attention_was_taken(model.config)
     number_layers(model)
-    convolutions.redirect(model, current_step)
     recurrences.redirect(model, current_step)
     step = RecordingStep()
     # Why none: a tree of ours computes no tokens too, and reads no weight for them.
@@ -98,7 +97,7 @@ def not_redirected(model: Any, attention: str) -> Iterator[None]:
     takes_a_key = not older_modules.known_modules(model)
     if takes_a_key:
         model.set_attn_implementation(attention)
-    with convolutions.own_convolutions(model), recurrences.own_recurrences(model), older_modules.own_attention(model):
+    with recurrences.own_recurrences(model), older_modules.own_attention(model):
         yield
     if takes_a_key:
         model.set_attn_implementation(ATTENTION_KEY)

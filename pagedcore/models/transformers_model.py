@@ -56,7 +56,6 @@ from pagedcore.models.state_pool import StatePool
 from pagedcore.protocols import (
     AttentionBackend,
     AttentionFactory,
-    ConvolvesRows,
     FloatArray,
     Int64Array,
     LinearFactory,
@@ -531,12 +530,6 @@ class TransformersModel:
         if self.state_layout is not None and self._device.kind != "cpu":
             raise ModelNotSupported(
                 f"model: {self.name!r} has recurrent layers, which run on a CPU alone. Use device='cpu'."
-            )
-        convolves = any(layer.convolution for layer in self.layers.values())
-        if convolves and not isinstance(self._attention_factory, ConvolvesRows):
-            raise ModelNotSupported(
-                f"model: {self.name!r} has layers of convolutions, which attention {self.attention_name!r} on "
-                f"{self._device.kind} does not compute. Use device='cpu' and attention_backend 'auto'."
             )
 
     @property

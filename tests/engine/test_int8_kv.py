@@ -40,7 +40,7 @@ def test_demo_answers_are_right_with_int8_kv() -> None:
 @pytest.mark.parametrize(("family", "dtype"), [
     ("llama", torch.float32), ("qwen3", torch.bfloat16), ("gemma2", torch.float32), ("gemma3_text", torch.bfloat16),
     ("gpt_oss", torch.float32), ("gemma3n_text", torch.bfloat16), ("qwen2_moe", torch.float32),
-    ("llama", torch.bfloat16),
+    ("llama", torch.bfloat16), ("lfm2", torch.bfloat16),
 ], ids=str)
 def test_logits_are_close_to_those_of_exact_kv(family: str, dtype: torch.dtype) -> None:
     """Families with grouped heads, windows, sinks, capped scores, shared layers, experts: log-probabilities of prompts

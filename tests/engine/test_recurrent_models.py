@@ -23,6 +23,7 @@ from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler import chunk_ends
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
 from support.families import HYBRIDS, VOCAB, tiny_model
+from support.lora_directories import linear_sizes, merged, random_matrices, write_adapter
 from support.torture import first_seed, scaled
 
 needs_products = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
@@ -31,7 +32,7 @@ CHUNKS = (8, 48, 64)
 LENGTHS = (1, 2, 3, 63, 64, 65, 127)
 NUM_TOKENS = 12
 #: Compared by `make test`; `make slow` takes all.
-EACH_TIME = ("qwen3_5_text", "granitemoehybrid", "mamba")
+EACH_TIME = ("qwen3_5_text", "granitemoehybrid", "lfm2", "mamba")
 
 
 def random_prompts(lengths: tuple[int, ...], seed: int = 4) -> list[list[int]]:
@@ -70,11 +71,13 @@ PROMPTS = [[*SHARED[:length], 5 + length] for length in (1, 2, 7, 8, 9, 15, 16, 
 SMALL: dict[str, Any] = {"block_size": 8, "max_num_seqs": 6, "max_num_batched_tokens": 12}
 SAME_BITS = [
     (family, dtype, scheme)
-    for family in ("qwen3_5_text", "qwen3_next", "granitemoehybrid", "falcon_h1", "jamba", "mamba", "mamba2",
+    for family in ("lfm2", "qwen3_5_text", "qwen3_next", "granitemoehybrid", "falcon_h1", "jamba", "mamba", "mamba2",
                    "recurrent_gemma")
     for dtype, scheme in ((torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "w8a8"))
 ]
-SAME_BITS_EACH_TIME = (("qwen3_5_text", torch.bfloat16, "none"), ("mamba2", torch.float32, "none"))
+SAME_BITS_EACH_TIME = (
+    ("lfm2", torch.float32, "none"), ("qwen3_5_text", torch.bfloat16, "none"), ("mamba2", torch.float32, "none"),
+)
 
 
 def params(place: int) -> SamplingParams:
@@ -143,6 +146,52 @@ def test_threads_change_no_bit(case: Case) -> None:
         assert answers(engine, list(range(len(PROMPTS)))) == case.alone
 
 
+def test_a_session_goes_on_where_it_was(case: Case, tmp_path: Path) -> None:
+    """A conversation that is parked, and one that is exported to another engine, have the answer of one prompt."""
+    tokens = SamplingParams(max_tokens=9, ignore_eos=True)
+    with case.engine(**SMALL, num_kv_blocks=40, host_kv_memory="4MiB") as engine:
+        session = engine.session()
+        first = list(session.ask(PROMPTS[8], tokens).outputs[0].token_ids)
+        session.park("host")
+        session.export(tmp_path / "session")
+        second = list(session.ask(PROMPTS[3], tokens).outputs[0].token_ids)
+        whole = engine.generate([PROMPTS[8] + first + PROMPTS[3]], tokens)[0]
+    with case.engine(**SMALL, num_kv_blocks=40) as other:
+        moved = other.import_session(tmp_path / "session")
+        assert list(moved.ask(PROMPTS[3], tokens).outputs[0].token_ids) == second
+    assert second == list(whole.outputs[0].token_ids)
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """Return the likeliest tokens behind a prompt, all of which is computed again for each."""
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
+    return tokens[len(prompt):]
+
+
+def test_a_sequence_has_a_state_of_its_own_adapter(tmp_path: Path) -> None:
+    """Behind one prefix, cached or not, requests with two adapters and with none have the answers of transformers' own
+    model with that adapter merged."""
+    prompts, tokens = PROMPTS[1::2], SamplingParams(max_tokens=6, ignore_eos=True)
+    settings: dict[str, Any] = {"num_kv_blocks": 200, **SMALL}
+    sizes = linear_sizes(tiny_model("lfm2"))
+    matrices = {name: random_matrices(sizes if name else {}, 4, seed) for seed, name in enumerate([None, "a", "b"])}
+    models = {name: merged(tiny_model("lfm2"), own, {"lora_alpha": 8}) for name, own in matrices.items()}
+    expected = {name: [greedy(model, prompt, 6) for prompt in prompts] for name, model in models.items()}
+    assert len({str(one) for one in expected.values()}) == 3
+    places = {name: write_adapter(tmp_path / name, own, 4) for name, own in matrices.items() if name}
+    with Engine.from_pretrained(tiny_model("lfm2"), **settings, adapters=places) as engine:
+        for _ in range(2):
+            asked = [(place, name) for place in range(len(prompts)) for name in matrices]
+            requests = [engine.add_request(prompts[place], tokens, lora=name) for place, name in asked]
+            while engine.has_pending_requests():
+                engine.step()
+            found = [list(one.output().outputs[0].token_ids) for one in requests]
+            assert found == [expected[name][place] for place, name in asked]
+
+
 def test_a_gpu_is_refused_before_it_is_asked_for() -> None:
     """States are advanced on a CPU alone; the message says which model and what to do."""
     from virtual_gpu.backends import on_gpu
@@ -152,7 +201,7 @@ def test_a_gpu_is_refused_before_it_is_asked_for() -> None:
         on_gpu(tiny_model("qwen3_5_text"))
 
 
-LIVES = ("mamba", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3_5_text", "bamba", "jamba")))
+LIVES = ("lfm2", "qwen3_5_text", *(pytest.param(one, marks=pytest.mark.slow) for one in ("mamba", "bamba", "jamba")))
 ROOM: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "kv_cache_memory": "4MiB", "dtype": "float32"}
 
 

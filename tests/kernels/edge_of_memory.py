@@ -52,7 +52,7 @@ GROUPED_PRODUCTS = [(rows, *shape) for rows in (1, 4, 5, 70) for shape in ((70, 
 GROUPED_KINDS = [(4, False), (8, False), (4, True)]
 """Bits of weights, and whether rows become int8."""
 RECURRENCES = [
-    Convolution(torch.bfloat16, 20, 3, "none"), DeltaRule(torch.float32), DeltaRule(torch.float32, 1, 3, 24, 20),
+    Convolution(torch.bfloat16, 20, 3, "gates"), DeltaRule(torch.float32), DeltaRule(torch.float32, 1, 3, 24, 20),
     DeltaRule(torch.bfloat16, per_channel=True), Mamba2(torch.float32), Mamba1(torch.float32, 37, 5),
     LinearRecurrence(torch.bfloat16, 37),
 ]  # fmt: skip

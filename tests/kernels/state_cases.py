@@ -98,7 +98,8 @@ class Convolution(Recurrence):
         return StatePart((self.taps - 1, self.channels), self.dtype)
 
     def tokens(self, length: int, random: torch.Generator) -> Tensors:
-        return {"rows": self.random(length, self.channels, random=random)}
+        parts = 3 if self.activation == "gates" else 1
+        return {"rows": self.random(length, parts * self.channels, random=random)}
 
     def weights(self, random: torch.Generator) -> Tensors:
         shape = self.taps, self.channels
@@ -109,12 +110,17 @@ class Convolution(Recurrence):
         return "convolve", {"activation": self.activation}
 
     def oracle(self, given: dict[str, Float64Array]) -> tuple[Float64Array, Float64Array]:
-        rows = np.concatenate([np.zeros((self.taps - 1, self.channels)), given["rows"]])
-        out = np.empty_like(given["rows"])
+        inputs, after = given["rows"], 1.0
+        if self.activation == "gates":
+            before, after, inputs = np.split(inputs, 3, axis=1)
+            # What is kept is rounded.
+            inputs = torch.from_numpy(before * inputs).to(self.dtype).double().numpy()
+        rows = np.concatenate([np.zeros((self.taps - 1, self.channels)), inputs])
+        out = np.empty_like(inputs)
         for t in range(len(out)):
             total = given["bias"] + (rows[t : t + self.taps] * given["weight"]).sum(0)
             out[t] = total / (1 + np.exp(-total)) if self.activation == "silu" else total
-        return out, rows[len(out) :]
+        return out * after, rows[len(out) :]
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,11 @@ from pagedcore_kernels.reference_states import ReferenceStates
 
 F32, BF16 = torch.float32, torch.bfloat16
 SMALL = [
-    Convolution(F32), Convolution(BF16, 20, 3, "none"), DeltaRule(F32), DeltaRule(BF16, per_channel=True),
+    Convolution(F32), Convolution(BF16, 20, 3, "gates"), DeltaRule(F32), DeltaRule(BF16, per_channel=True),
     Mamba2(F32), Mamba1(BF16), DecayingAttention(F32), LinearRecurrence(BF16),
 ]  # fmt: skip
 UNEVEN = [
-    Convolution(BF16, 7, 2), DeltaRule(F32, 1, 3, 24, 20, normalizes=False), DeltaRule(BF16, 2, 2, 12, 36),
+    Convolution(BF16, 7, 2, "none"), DeltaRule(F32, 1, 3, 24, 20, normalizes=False), DeltaRule(BF16, 2, 2, 12, 36),
     Mamba2(BF16, 6, 3, 12, 10), Mamba1(F32, 37, 5), DecayingAttention(BF16, 3, 8, 24),
     LinearRecurrence(F32, 21),
 ]  # fmt: skip

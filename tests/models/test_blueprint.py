@@ -30,25 +30,26 @@ def blueprint_of(directory: Path, family: str, dtype: str = "float32", **changes
     return read_blueprint(directory, ReferenceAttention, EngineConfig(dtype=dtype, block_size=16))
 
 
-@pytest.mark.parametrize(("family", "changes", "per_token", "weights"), [
+@pytest.mark.parametrize(("family", "changes", "per_token", "of_state", "weights"), [
     ("llama", {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
-               "intermediate_size": 14336, "vocab_size": 128256}, 131072, 8_030_261_248),
+               "intermediate_size": 14336, "vocab_size": 128256}, 131072, 0, 8_030_261_248),
     ("qwen2", {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896,
-               "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True}, 12288, 494_032_768),
-    # LFM2-1.2B: 6 layers of attention with K and V of 8 heads, 10 of convolutions with one row.
+               "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True}, 12288, 0, 494_032_768),
+    # LFM2-1.2B: 6 layers of attention with K and V of 8 heads, 10 of convolutions with two inputs.
     ("lfm2", {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 2048,
               "intermediate_size": 12288, "vocab_size": 65536, "tie_word_embeddings": True, "conv_bias": False,
               "block_auto_adjust_ff_dim": True, "layer_types": [
                   "full_attention" if place in (2, 5, 8, 10, 12, 14) else "conv" for place in range(16)]},
-     6 * 2048 + 10 * 4096, 1_170_340_608),
+     6 * 2048, 10 * 2 * 4096, 1_170_340_608),
 ])
 def test_worked_examples(
-    family: str, changes: dict[str, Any], per_token: int, weights: int, tmp_path: Path
+    family: str, changes: dict[str, Any], per_token: int, of_state: int, weights: int, tmp_path: Path
 ) -> None:
-    """Llama 3 8B takes 128 KiB a token and Qwen2.5 0.5B 12 KiB, and their parameters are as many as published; a
-    convolution keeps a row of the hidden size.
+    """Llama 3 8B takes 128 KiB a token and Qwen2.5 0.5B 12 KiB, and their parameters are as many as published; the
+    state of a convolution of three taps is two rows of the hidden size.
     """
     plan = blueprint_of(tmp_path, family, dtype="bfloat16", **changes)
+    assert plan.state_bytes == of_state
     assert plan.layout.bytes_per_token == per_token
     assert plan.layout.block_bytes == 16 * per_token
     assert plan.num_parameters == weights

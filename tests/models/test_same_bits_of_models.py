@@ -31,7 +31,7 @@ CASES = [
     ("qwen2_moe", torch.float32), ("deepseek_v3", torch.float32), ("gpt_oss", torch.bfloat16),
     # Fused, with norms around each half, soft caps and windows.
     ("gemma2", torch.bfloat16),
-    # With short convolutions, whose inputs lie in the pool.
+    # With short convolutions.
     ("lfm2_moe", torch.bfloat16),
     # With states: of the gated delta rule, of Mamba 2 beside attention, of Mamba 1 with experts, and of nothing else.
     ("qwen3_5_text", torch.bfloat16), ("granitemoehybrid", torch.float32), ("mamba", torch.bfloat16),

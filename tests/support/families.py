@@ -172,11 +172,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_mamba_heads": 8, "mamba_ngroups": 2, "chunk_size": 16, "num_mem_blocks": 1,
     },
 }
-#: Those with recurrent layers, which keep states.
+#: Those with recurrent layers, or short convolutions, which keep states.
 HYBRIDS = (
-    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba",
-    "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "recurrent_gemma", "zamba2",
+    "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "lfm2",
+    "lfm2_moe", "lfm3", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_next", "recurrent_gemma", "zamba2",
 )
 _WITHOUT_COMMON = frozenset({"gpt2", "gpt_bigcode", "dbrx"})
 

@@ -13,7 +13,7 @@ import torch
 
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import EngineClosed, InvalidConfig, ModelNotSupported
+from pagedcore.errors import EngineClosed, InvalidConfig
 from pagedcore.execution.devices import Device
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.models.decoders import step_numbers
@@ -32,7 +32,6 @@ from virtual_gpu.machine import Event, Machine
 from virtual_gpu.torch_cuda import virtual_gpus
 
 REPRESENTATIVES = ("llama", "gemma2", "llama4_text")
-CPU_ONLY = ("lfm2", "lfm2_moe", "lfm3", *HYBRIDS)
 
 
 def greedy(**more: Any) -> SamplingParams:
@@ -71,7 +70,7 @@ def test_the_demo_model_answers_on_the_kernels_that_ship(count: int, preemption:
 @pytest.mark.parametrize("family", [
     *REPRESENTATIVES,
     *(pytest.param(family, marks=pytest.mark.kernels) for family in FAMILIES
-      if family not in (*REPRESENTATIVES, *CPU_ONLY)),
+      if family not in (*REPRESENTATIVES, *HYBRIDS)),
 ])
 def test_tokens_on_a_gpu_are_those_of_generate(family: str, preemption: str, gpus: Machine) -> None:
     """Chunked, in company and preempted, with blocks that arrive late from the host, tokens are ``generate``'s."""
@@ -88,12 +87,6 @@ def test_tokens_on_a_gpu_are_those_of_generate(family: str, preemption: str, gpu
         for _ in range(3):  # asks after the transfers that were still on their way when the last answer ended
             engine.step()
         assert_all_free(engine)
-
-
-def test_a_model_with_convolutions_is_refused_on_a_gpu(gpus: Machine) -> None:
-    """Its attention there has no kernel for them, and the message says where there is one."""
-    with pytest.raises(ModelNotSupported, match=r"'lfm2'.*convolutions.*device='cpu'"):
-        on_gpu(tiny_model("lfm2"), attention="queued", num_kv_blocks=12)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

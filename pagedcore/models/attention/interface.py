@@ -21,7 +21,7 @@ import torch
 
 from pagedcore.errors import ModelTakenOver
 from pagedcore.models.attention.layers import AttentionLayer, LayersByCall, RecordingStep
-from pagedcore.protocols import AttentionBackend, ConvolvesRows, Int32Array, RaggedRows
+from pagedcore.protocols import AttentionBackend, Int32Array, RaggedRows
 from pagedcore_kernels.interface import StateBackend
 
 ATTENTION_KEY: Final = "pagedcore"
@@ -74,17 +74,6 @@ class PagedStep:
             sinks=None if sinks is None else sinks.float(),
         )
         return out.to(query.dtype)[None]
-
-    def convolve(self, module: Any, rows: torch.Tensor) -> torch.Tensor:
-        """Keep inputs and convolve them; see ``TakesConvolutions``."""
-        layer, attention = self._layers[module.layer_idx], self.attention
-        # Invariant: the take-over has seen to both.
-        assert isinstance(attention, ConvolvesRows)
-        assert layer.convolution is not None
-        given = rows[0].to(self._dtype)
-        output = given.new_empty(len(given), layer.value_head_size)
-        attention.convolve_to(output, layer.index, given, *layer.convolution)
-        return output.to(rows.dtype)[None]
 
     def _rows(self, heads_first: torch.Tensor) -> torch.Tensor:
         """Turn [1, H, T, D] into [T, H, D] in the pool's number format, each vector in one piece."""

@@ -16,7 +16,6 @@ import torch
 
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.attention import older_modules
-from pagedcore.models.attention.convolutions import weight_and_bias
 from pagedcore.models.attention.recurrences import RecordedStates
 
 QueryTuning = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -44,14 +43,6 @@ class AttentionCall:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvolutionCall:
-    """One call of a layer that convolves rows."""
-
-    module: Any
-    num_channels: int
-
-
-@dataclass(frozen=True, slots=True)
 class AttentionLayer:
     """How to send one layer of the model to an attention backend."""
 
@@ -69,10 +60,6 @@ class AttentionLayer:
     softcap: float = 0.0
     query_tuning: QueryTuning | None = None
     """Maps queries [T, H, D] and positions [T] to queries, where a layer scales them by position."""
-    convolution: tuple[torch.Tensor, torch.Tensor] | None = None
-    """Weight and bias of ``ConvolvesRows.convolve_to`` where a layer convolves its rows instead of attending: it keeps
-    them as values without keys.
-    """
 
 
 class LayersByCall(dict[int, AttentionLayer]):
@@ -83,7 +70,7 @@ class RecordingStep:
     """Records every attention call, and what ``states`` would be kept, and returns zeros."""
 
     def __init__(self) -> None:
-        self.calls: list[AttentionCall | ConvolutionCall] = []
+        self.calls: list[AttentionCall] = []
         self.states = RecordedStates()
 
     def attend(
@@ -96,12 +83,6 @@ class RecordingStep:
         self.calls.append(AttentionCall(module, query, key, value, mask, arguments))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
-    def convolve(self, module: Any, rows: torch.Tensor) -> torch.Tensor:
-        """Record the call; see ``TakesConvolutions``."""
-        num_channels = rows.shape[-1] // 3
-        self.calls.append(ConvolutionCall(module, num_channels))
-        return torch.zeros_like(rows[..., :num_channels])
-
 
 def number_layers(model: Any) -> None:
     """Give the attention layers of Zamba 2, which do not know their own numbers, those of their places."""
@@ -110,27 +91,17 @@ def number_layers(model: Any) -> None:
         module.layer_idx = number
 
 
-def layers_of(calls: list[AttentionCall | ConvolutionCall], config: Any) -> dict[int, AttentionLayer]:
+def layers_of(calls: list[AttentionCall], config: Any) -> dict[int, AttentionLayer]:
     """Translate recorded calls; keys are the modules' own numbers, or ``LayersByCall``.
 
     Raises:
         ModelNotSupported: a call asks for something that an attention backend cannot do.
     """
     is_repeated = len({call.module.layer_idx for call in calls}) < len(calls)
-    if is_repeated and any(isinstance(call, ConvolutionCall) for call in calls):
-        raise ModelNotSupported("model: it has convolutions, and calls a layer twice in one forward.")
     layers = LayersByCall() if is_repeated else dict[int, AttentionLayer]()
     index_of_key: dict[tuple[int, ...], int] = {}
     layer_types = getattr(config, "layer_types", None)
     for order, call in enumerate(calls):
-        if isinstance(call, ConvolutionCall):
-            # Why its own number: nothing is read by two such layers.
-            index = index_of_key.setdefault((-1, call.module.layer_idx), len(index_of_key))
-            layers[call.module.layer_idx] = AttentionLayer(
-                index, owns_kv=True, num_heads=1, num_kv_heads=1, key_head_size=0, value_head_size=call.num_channels,
-                scale=0.0, convolution=weight_and_bias(call.module.conv),
-            )
-            continue
         _refuse_what_is_not_causal_attention(call)
         number, scale, head_size = call.module.layer_idx, call.arguments.get("scaling"), call.key.shape[3]
         kind = None if layer_types is None else layer_types[number]

@@ -1,4 +1,4 @@
-"""The recurrent layers of hybrid models keep what they carry from token to token in state blocks.
+"""The recurrent layers of hybrid models, short convolutions among them, keep what they carry in state blocks.
 
 Owns the list of modules that do this, what is computed in the place of the functions of transformers that carry it, the
 switch between the two, and the record of what each module keeps. A module's own ``forward`` goes on running, but for
@@ -128,8 +128,7 @@ class _Layer:
             raise ModelNotSupported(f"model: its convolutions are followed by {activation!r}, known is 'silu'.")
         if self._filter is None:
             # Why once: a weight changes with the model alone.
-            weight = weight.detach().T.float().contiguous()
-            self._filter = weight, weight.new_zeros(weight.shape[1]) if bias is None else bias.detach().float()
+            self._filter = filter_of(weight, bias)
         out = self._states.convolve(
             self._number, _CONVOLUTION, rows[0].T, *self._filter, _SMOOTH[activation]
         )
@@ -212,6 +211,12 @@ class _WithScan:
         return getattr(self._module, name)
 
 
+def filter_of(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a convolution's weight [C, taps] and its bias as ``StateBackend.convolve`` takes them."""
+    weight = weight.detach().T.float().contiguous()
+    return weight, weight.new_zeros(weight.shape[1]) if bias is None else bias.detach().float()
+
+
 class _WithTimeProjection:
     """A Mamba 1 layer as its own ``forward`` sees it: what multiplies by a linear layer's weight calls the layer."""
 
@@ -242,10 +247,11 @@ class _Columns:
 
 
 _Functions = Mapping[str, Callable[..., Any]]
-_DELTA: Final[_Functions] = {"causal_conv1d_fn": _Layer.convolve, "torch_chunk_gated_delta_rule": _Layer.delta_rule}
-_KIMI: Final[_Functions] = {"causal_conv1d_fn": _Layer.convolve, "chunk_kimi_delta_attention": _Layer.delta_rule}
-_MAMBA_2: Final[_Functions] = {"causal_conv1d_fn": _Layer.convolve, "mamba2_chunk_scan": _Layer.mamba2}
-_MAMBA_1: Final[_Functions] = {"causal_conv1d_fn": _Layer.convolve, "mamba_selective_scan": _Layer.mamba1}
+_CONVOLVING: Final[_Functions] = {"causal_conv1d_fn": _Layer.convolve}
+_DELTA: Final[_Functions] = {**_CONVOLVING, "torch_chunk_gated_delta_rule": _Layer.delta_rule}
+_KIMI: Final[_Functions] = {**_CONVOLVING, "chunk_kimi_delta_attention": _Layer.delta_rule}
+_MAMBA_2: Final[_Functions] = {**_CONVOLVING, "mamba2_chunk_scan": _Layer.mamba2}
+_MAMBA_1: Final[_Functions] = {**_CONVOLVING, "mamba_selective_scan": _Layer.mamba1}
 _OURS: Final[Mapping[str, Callable[..., Any]]] = {
     "MiniMaxLightningAttention": _Layer.lightning, "RecurrentGemmaRecurrentBlock": _Layer.griffin,
 }
@@ -260,6 +266,7 @@ _REPLACED: Final[Mapping[str, _Functions]] = {
          "Zamba2MambaMixer"), _MAMBA_2
     ),
     **dict.fromkeys(("MambaMixer", "FalconMambaMixer", "JambaMambaMixer"), _MAMBA_1),
+    **dict.fromkeys(("Lfm2ShortConv", "Lfm2MoeShortConv", "Lfm3ShortConv"), _CONVOLVING),
     **{name: {} for name in _OURS},
 }  # fmt: skip
 """Modules of transformers, the functions that carry a state there, and what takes their place; none with those of

@@ -77,7 +77,7 @@ def find_products(model: Any, read: Read, seen: Seen) -> Iterator[Product]:
     family = FAMILIES.get(str(model.config.model_type))
     # Why none with other mixers: these rows are made from the modules that Llama has.
     are_known = all(name.startswith("model.layers.") or name == "lm_head" for name in sizes)
-    if family is not None and family.always_attends and are_known:
+    if family is not None and not family.recurrence and are_known:
         for number in range(model.config.num_hidden_layers):
             yield from _products_of_layer(model, f"model.layers.{number}", family, read, seen)
         yield _of_linears(["lm_head"], seen,

@@ -58,7 +58,7 @@ def _require_fitting(model: Any, family: Family) -> None:
     config, body = model.config, model.model
     is_like_llama = not (family.has_multipliers or family.norms_whole_rows or family.has_wide_angles)
     require(is_like_llama and family.norm_offset is None, "its norms or its angles are not those of Llama")
-    require(family.always_attends, "some of its layers do not attend")
+    require(not family.recurrence, "some of its layers do not attend")
     require(not any(has_experts(layer, family) for layer in body.layers), "it has experts")
     require(devices_of(model) == {"cuda"}, "its weights are not on a GPU")
     attention = body.layers[0].self_attn

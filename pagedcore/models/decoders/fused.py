@@ -92,12 +92,11 @@ class FusedDecoder(Decoder):
         recurrent = {id(module): number for number, module in enumerate(known_recurrences(model))}
 
         def mixer(number: int, layer: Any) -> Mixer:
-            if (place := layers.get(number)) is None:
-                module = layer.get_submodule(family.delta_rule)
-                return FusedDeltaRule(module, recurrent[id(module)], family, fused)
-            if place.convolution is not None:
-                return FusedConvolution(layer.get_submodule(family.convolution), place, fused)
-            return FusedAttention(layer.self_attn, place, family, angles[number], fused)
+            if number in layers:
+                return FusedAttention(layer.self_attn, layers[number], family, angles[number], fused)
+            module = layer.get_submodule(family.recurrence)
+            kind = FusedConvolution if family.convolution else FusedDeltaRule
+            return kind(module, recurrent[id(module)], family, fused)
 
         self._layers = [
             FusedLayer(layer, mixer(number, layer), family, gate, multiplier, fused, pack)
@@ -169,7 +168,7 @@ class FusedDecoder(Decoder):
             work = self._begin(step, token_ids, positions, steps.workspace)
             self._repeat_all_rows(steps, step, work)
             last = self._layers[-1]
-            work, attended = work.apart(wanted, last.place)
+            work, attended = work.apart(wanted, last.mixer.output.in_features)
             addend = last.feed_forward(work, attended)
         logits, hidden = self._output.with_hidden(work, addend, len(rows))
         return self._output.logits(logits), hidden
@@ -238,7 +237,7 @@ class FusedDecoder(Decoder):
         self._repeat_all_rows(steps, step, work)
         if not len(rows):
             return self._output.no_logits(work)
-        kept, attended = work.wanted(rows, last.place)
+        kept, attended = work.wanted(rows, last.mixer.output.in_features)
         if len(rows) > MOST_LOGITS:
             kept.workspace = None
         not_these = None if barred is None else self._output.bar(kept, barred)

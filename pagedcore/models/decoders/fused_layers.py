@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from pagedcore.models.attention.convolutions import weight_and_bias
 from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.attention.recurrences import filter_of
 from pagedcore.models.decoders.fused_match import has_experts
 from pagedcore.models.decoders.rotary_angles import RotaryAngles
 from pagedcore.models.decoders.step_rows import StepRows
@@ -64,8 +64,6 @@ def fuse(factory: LinearFactory, on_unused: OnUnused, parent: nn.Module, names: 
 class Mixer(Protocol):
     """The first half of a layer, between its norm and its output product."""
 
-    place: AttentionLayer
-    """What it does, as an attention backend is told."""
     products: tuple[PackedLinear, ...]
     only_runs_kernels: bool = True
     """Whether torch computes nothing between them."""
@@ -107,17 +105,20 @@ class FusedAttention(Mixer):
 
 
 class FusedConvolution(Mixer):
-    """A short convolution between two gates."""
+    """A short convolution between two gates, whose last inputs are the states of the step."""
 
-    def __init__(self, convolution: Any, place: AttentionLayer, fuse: Fuse) -> None:
-        """Fuse the projections of a module ``convolution``."""
-        self.place = place
-        self.gates, self.output = fuse(convolution, ("in_proj",)), fuse(convolution, ("out_proj",))
+    def __init__(self, module: Any, number: int, family: Family, fuse: Fuse) -> None:
+        """Fuse the projections of a module, whose states are those of the recurrent layer ``number``."""
+        self._number, self._filter = number, filter_of(module.conv.weight.squeeze(1), module.conv.bias)
+        self.gates, self.output = fuse(module, ("in_proj",)), fuse(module, ("out_proj",))
         self.products = self.gates, self.output
 
     def __call__(self, step: PagedStep, rows: StepRows, normed: torch.Tensor) -> torch.Tensor:
         """Convolve; see ``Mixer``. Returns [T, C]."""
-        return rows.convolve(step, self.place, rows.multiply("gates", self.gates, normed))
+        states: Any = step.states
+        given, out = rows.multiply("gates", self.gates, normed), rows.mixed(self.output.in_features)
+        states.convolve_to(out, self._number, 0, given, *self._filter, "gates")
+        return out
 
 
 class FusedDeltaRule(Mixer):
@@ -126,13 +127,11 @@ class FusedDeltaRule(Mixer):
     def __init__(self, module: Any, number: int, family: Family, fuse: Fuse) -> None:
         """Fuse the projections of a module, whose states are those of the recurrent layer ``number``."""
         dtype, self._number = module.out_proj.weight.dtype, number
-        self.place = AttentionLayer(
-            index=-1, owns_kv=False, num_heads=module.num_v_heads, num_kv_heads=module.num_k_heads,
-            key_head_size=module.head_k_dim, value_head_size=module.head_v_dim, scale=module.head_k_dim**-0.5,
-        )
+        self._num_heads, self._num_key_heads = module.num_v_heads, module.num_k_heads
+        self._scale = module.head_k_dim**-0.5
         self._sizes = module.conv_dim, module.value_dim
         self._mixed_sizes = module.key_dim, module.key_dim, module.value_dim
-        self._filter = weight_and_bias(module.conv1d)
+        self._filter = filter_of(module.conv1d.weight.squeeze(1), module.conv1d.bias)
         self._gates = DeltaGates(module.A_log, module.dt_bias, dtype)
         self._norm = GatedNorm(module.norm.weight, norm_epsilon(module.norm), dtype)
         # Why two: an adapter updates three parts of a product at most.
@@ -145,8 +144,8 @@ class FusedDeltaRule(Mixer):
 
     def __call__(self, step: PagedStep, rows: StepRows, normed: torch.Tensor) -> torch.Tensor:
         """Advance the states; see ``Mixer``. Returns [T, H * Dv]."""
-        place, count = self.place, len(normed)
         states: Any = step.states
+        num_heads = self._num_heads
         product: Any = rows.multiply("inputs", self.inputs, normed)
         rates: Any = rows.multiply("rates", self.rates, normed)
         if self._in_order is None:
@@ -156,17 +155,16 @@ class FusedDeltaRule(Mixer):
             given = torch.cat(mixed, dim=1)
         convolved: Any = rows.room("convolved", self._sizes[0])
         states.convolve_to(convolved, self._number, 0, given, *self._filter, "silu")
-        log_decay, beta = (rows.room(name, place.num_heads, torch.float32) for name in ("log decay", "beta"))
+        log_decay, beta = (rows.room(name, num_heads, torch.float32) for name in ("log decay", "beta"))
         self._gates(a, b, log_decay, beta)
         query, key, value = convolved.split(self._mixed_sizes, dim=1)
-        query, key = (one.unflatten(1, (place.num_kv_heads, -1)) for one in (query, key))
-        out = rows.attended(place)
-        heads = out.view(count, place.num_heads, -1)
+        query, key = (one.unflatten(1, (self._num_key_heads, -1)) for one in (query, key))
+        out = rows.mixed(self.output.in_features)
+        heads, value, gate = (one.unflatten(1, (num_heads, -1)) for one in (out, value, gate))
         states.delta_rule_to(
-            heads, self._number, 1, query, key, value.unflatten(1, (place.num_heads, -1)), log_decay, beta,
-            scale=place.scale, normalizes=True,
-        )  # fmt: skip
-        self._norm(heads, gate.unflatten(1, (place.num_heads, -1)), heads)
+            heads, self._number, 1, query, key, value, log_decay, beta, scale=self._scale, normalizes=True
+        )
+        self._norm(heads, gate, heads)
         return out
 
 
@@ -190,7 +188,7 @@ class FusedLayer:
         """
         mlp = layer.get_submodule(family.name_of("mlp"))
         norms = [norm_of(getattr(layer, name), family) if name else None for name in family.norms]
-        self.mixer, self.place, self._multiplier = mixer, mixer.place, multiplier
+        self.mixer, self._multiplier = mixer, multiplier
         self.norm_in, self.norm_attended, self.norm_between, self.norm_out = norms
         self._finishes = multiplier != 1.0 or any(family.norms[1::2])
         self.experts = mlp if has_experts(layer, family) else None

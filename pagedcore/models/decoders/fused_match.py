@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from pagedcore.models.attention import convolutions, recurrences
+from pagedcore.models.attention import recurrences
 from pagedcore.models.attention.layers import AttentionLayer
 from pagedcore.models.families import llama_modules
 from pagedcore.models.families.table import FAMILIES, Family
@@ -35,7 +35,7 @@ _EXPERTS: Final[Mapping[str, str | type[nn.Module]]] = {
     ".mlp": "SparseMoeBlock", ".mlp.gate": "TopKRouter", ".mlp.experts": "Experts", ".mlp.experts.act_fn": nn.Module,
 }
 _CONVOLUTION: Final[Mapping[str, str | type[nn.Module]]] = {
-    ".conv": "ShortConv", ".conv.conv": nn.Conv1d, ".conv.in_proj": nn.Linear, ".conv.out_proj": nn.Linear,
+    "": "ShortConv", ".conv": nn.Conv1d, ".in_proj": nn.Linear, ".out_proj": nn.Linear,
 }
 _DELTA_RULE: Final[Mapping[str, str | type[nn.Module]]] = {
     "": "GatedDeltaNet", ".conv1d": nn.Conv1d, ".norm": "RMSNormGated", ".out_proj": nn.Linear,
@@ -86,7 +86,7 @@ def recognise(
     require(shared % VECTOR == 0, "its shared experts are not of whole vectors")
     fits = can_compute(
         hidden_size=config.hidden_size, intermediate_size=_intermediate_size(model, family),
-        head_size=next(one.key_head_size for one in layers.values() if one.key_head_size), dtype=model.dtype,
+        head_size=next(iter(layers.values())).key_head_size, dtype=model.dtype,
         # Shape: the module keeps a frequency for every two elements.
         rotary_size=2 * len(next(model.model.get_submodule(family.name_of("rotary_emb")).buffers())),
     )
@@ -162,12 +162,8 @@ def _has_known_modules(model: Any, family: Family) -> bool:
     for number in range(model.config.num_hidden_layers):
         place = f"model.layers.{number}"
         is_sparse = family.has_experts and f'{place}.{family.name_of("mlp")}.experts' in modules
-        mixer = _attention(family)
-        if family.convolution and f"{place}.{family.convolution}" in modules:
-            mixer = dict(_CONVOLUTION)
-        elif family.delta_rule and f"{place}.{family.delta_rule}" in modules:
-            parts = {**_DELTA_RULE, **{f".{name}": nn.Linear for names in family.delta_inputs for name in names}}
-            mixer = {f".{family.delta_rule}{path}": kind for path, kind in parts.items()}
+        is_recurrent = family.recurrence and f"{place}.{family.recurrence}" in modules
+        mixer = _recurrence(family) if is_recurrent else _attention(family)
         norms = {f".{name}": "RMSNorm" for name in family.norms if name}
         layer = {"": "DecoderLayer", **norms, **mixer, **(_experts(family) if is_sparse else _mlp(family))}
         known |= {place + _path(path, family): kind for path, kind in layer.items()
@@ -186,6 +182,13 @@ def _attention(family: Family) -> dict[str, str | type[nn.Module]]:
     linears = dict.fromkeys((f".self_attn.{name}" for name in (*family.qkv, "o_proj")), nn.Linear)
     norms = (".self_attn.q_norm", ".self_attn.k_norm") if family.has_head_norms else ()
     return {".self_attn": "Attention", **linears, **dict.fromkeys(norms, "RMSNorm")}
+
+
+def _recurrence(family: Family) -> dict[str, str | type[nn.Module]]:
+    parts = dict(_CONVOLUTION if family.convolution else _DELTA_RULE)
+    if family.delta_rule:
+        parts |= {f".{name}": nn.Linear for names in family.delta_inputs for name in names}
+    return {f".{family.recurrence}{path}": kind for path, kind in parts.items()}
 
 
 def _mlp(family: Family, place: str = ".mlp") -> dict[str, str | type[nn.Module]]:
@@ -216,23 +219,19 @@ def _is_untouched(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     # Why: a tree without memory is given experts that look at no number; see ``blueprint.py``.
     is_looked_at = any(parameter.is_meta for parameter in module.parameters(recurse=False))
-    return (is_looked_at or "forward" not in vars(module) or _is_redirected(module)) and not any(hooks)
-
-
-def _is_redirected(module: nn.Module) -> bool:
-    return convolutions.is_redirected(module) or recurrences.is_redirected(module)
+    is_own = is_looked_at or "forward" not in vars(module) or recurrences.is_redirected(module)
+    return is_own and not any(hooks)
 
 
 def _has_known_layers(model: Any, layers: Mapping[int, AttentionLayer], family: Family) -> bool:
     """Whether all layers that attend do so alike, each to its own K and V; they may differ in their window."""
     has_kv = [number for number, layer in enumerate(model.model.layers)
-              if not family.delta_rule or family.delta_rule not in dict(layer.named_children())]  # fmt: skip
+              if not family.recurrence or family.recurrence not in dict(layer.named_children())]  # fmt: skip
     if sorted(layers) != has_kv or not layers:
         return False
     dtypes = {parameter.dtype for parameter in model.parameters()}
-    attending = [layer for layer in layers.values() if layer.convolution is None]
-    heads = {(layer.num_heads, layer.num_kv_heads, layer.key_head_size) for layer in attending}
+    heads = {(layer.num_heads, layer.num_kv_heads, layer.key_head_size) for layer in layers.values()}
     return dtypes == {model.dtype} and len(heads) == 1 and all(
         layers[number].owns_kv and layers[number].index == index and layers[number].query_tuning is None
         for index, number in enumerate(has_kv)
-    ) and all(layer.key_head_size == layer.value_head_size for layer in attending)
+    ) and all(layer.key_head_size == layer.value_head_size for layer in layers.values())

@@ -86,7 +86,7 @@ def angles_by_layer(
     """
     config, short = model.config, num_short_tokens(model.config)
     rotary = model.model.get_submodule(family.name_of("rotary_emb"))
-    head_size = next(one.key_head_size for one in layers.values() if one.key_head_size)
+    head_size = next(iter(layers.values())).key_head_size
     most = max_model_len(config) if most_positions is None else min(max_model_len(config), most_positions)
     # Rule: modules with several kinds of angles have a dictionary of their types.
     count = config.num_hidden_layers

@@ -71,45 +71,37 @@ class StepRows:
             return self.residual.new_empty(len(self.residual), size, dtype=dtype)
         return self.workspace.take(purpose, len(self.residual), size, dtype)
 
-    def attended(self, place: AttentionLayer) -> torch.Tensor:
-        """Return room for what layers like ``place`` mix, [T, H * Dv]: in a workspace what the last one has mixed."""
-        return self.room("attended", place.num_heads * place.value_head_size)
+    def mixed(self, size: int) -> torch.Tensor:
+        """Return room for what a layer mixes, [T, size]: in a workspace what the last one of this size has mixed."""
+        return self.room("mixed", size)
 
-    def wanted(self, rows: torch.Tensor, place: AttentionLayer) -> tuple[StepRows, torch.Tensor]:
-        """Return the chosen rows, and what the layer at ``place`` has attended for them, at places of their own."""
+    def wanted(self, rows: torch.Tensor, size: int) -> tuple[StepRows, torch.Tensor]:
+        """Return the chosen rows, and what the last layer of this size has mixed for them, at places of their own."""
         workspace, num_rows = self.workspace, len(rows)
         assert workspace is not None
 
         def take(purpose: str, like: torch.Tensor) -> torch.Tensor:
             return workspace.take(f"wanted {purpose}", num_rows, like.shape[1], like.dtype)
 
-        attended, residual = self.attended(place), take("residual", self.residual).copy_(self.residual[rows])
+        mixed, residual = self.mixed(size), take("residual", self.residual).copy_(self.residual[rows])
         adapters = None if self.adapters is None else self.adapters.chosen(rows, workspace.take, "wanted ")
         kept = StepRows(
             residual, take("normed", self.normed), take("gated", self.gated), self.positions, None, workspace, adapters
         )
-        return kept, take("attended", attended).copy_(attended[rows])
+        return kept, take("mixed", mixed).copy_(mixed[rows])
 
-    def apart(self, rows: torch.Tensor, place: AttentionLayer) -> tuple[StepRows, torch.Tensor]:
+    def apart(self, rows: torch.Tensor, size: int) -> tuple[StepRows, torch.Tensor]:
         """Return the same in new tensors, which the next step leaves alone."""
         residual = self.residual[rows]
         gated = residual.new_empty(len(rows), self.gated.shape[1])
         adapters = None if self.adapters is None else self.adapters.chosen(rows, new_room)
         kept = StepRows(residual, torch.empty_like(residual), gated, self.positions, None, adapters=adapters)
-        return kept, self.attended(place)[rows]
+        return kept, self.mixed(size)[rows]
 
     def logits(self, head: PackedLinear) -> torch.Tensor:
         """Return the logits [T, vocabulary] that were computed last, where there is a workspace."""
         assert self.workspace is not None
         return self.workspace.take("logits", len(self.residual), head.out_features, self.residual.dtype)
-
-    def convolve(self, step: PagedStep, place: AttentionLayer, rows: torch.Tensor) -> torch.Tensor:
-        """Return the convolution of rows [T, 3 * C] between their gates as [T, C]; see ``ConvolvesRows``."""
-        attention: Any = step.attention
-        assert place.convolution is not None  # Invariant: its layer was found to convolve
-        out = self.attended(place)
-        attention.convolve_to(out, place.index, rows, *place.convolution)
-        return out
 
     def attend(self, step: PagedStep, place: AttentionLayer, query: torch.Tensor) -> torch.Tensor:
         """Return the attention of a query [T, H, D] as [T, H * Dv]."""
@@ -119,6 +111,6 @@ class StepRows:
         if self.workspace is None:
             attended: torch.Tensor = attention.attend(place.index, query, **how)
             return attended.view(len(query), -1)
-        out = self.attended(place)
+        out = self.mixed(place.num_heads * place.value_head_size)
         attention.attend_to(out.view(len(query), place.num_heads, -1), place.index, query, **how)
         return out

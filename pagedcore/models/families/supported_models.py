@@ -18,7 +18,6 @@ from safetensors import safe_open
 from torch import nn
 
 from pagedcore.errors import InvalidConfig, ModelNotSupported
-from pagedcore.models.attention.convolutions import known_convolutions
 from pagedcore.models.attention.interface import ATTENTION_KEY
 from pagedcore.models.attention.recurrences import known_recurrences
 from pagedcore.models.families.table import FAMILIES
@@ -69,8 +68,8 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
     _OFFSET: ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
-_CONVOLUTIONS: Final = {"lfm3", *(name for name, family in FAMILIES.items() if family.convolution)}
-"""Architectures whose layers of type "conv" are those of ``attention/convolutions.py``."""
+_CONVOLVING: Final = {"lfm3", *(name for name, family in FAMILIES.items() if family.convolution)}
+"""Architectures whose layers of type "conv" are those of ``attention/recurrences.py``."""
 _RECURRENT: Final = frozenset({
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba",
     "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "recurrent_gemma", "zamba2",
@@ -116,7 +115,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 def _check_layer_types(name: str, layer_types: Any) -> None:
     if not isinstance(layer_types, list | tuple | None):
         raise _refusal(name, "its layer_types are no list")
-    known = _LAYER_TYPES | ({"conv"} if name in _CONVOLUTIONS else set())
+    known = _LAYER_TYPES | ({"conv"} if name in _CONVOLVING else set())
     known |= (_STATES | _WITHOUT_MIXER) if name in _RECURRENT else set()
     if layer_types is not None and (others := sorted({str(kind) for kind in layer_types} - known)):
         raise _refusal(name, f"{_STATE}; its layers of type {', '.join(others)} are not known to be otherwise")
@@ -128,7 +127,7 @@ def check_modules(model: nn.Module, name: str) -> None:
     """
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise _refusal(name, f"{type(model).__name__} is no {_HEAD}")
-    redirected = {*known_convolutions(model), *(one for layer in known_recurrences(model) for one in layer.children())}
+    redirected = {one for layer in known_recurrences(model) for one in layer.children()}
     for module in model.modules():
         if isinstance(module, nn.Conv1d | nn.RNNBase) and module not in redirected:
             raise _refusal(name, f"{_STATE} ({type(module).__name__})")

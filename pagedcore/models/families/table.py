@@ -97,9 +97,9 @@ class Family:
     """Whether mixtures have an expert for all rows, behind a gate."""
 
     @property
-    def always_attends(self) -> bool:
-        """Whether every layer is one of attention."""
-        return not self.convolution and not self.delta_rule
+    def recurrence(self) -> str:
+        """What it calls what some layers have instead of attention; "": none has."""
+        return self.convolution or self.delta_rule
 
     def name_of(self, module: str) -> str:
         """Return what the architecture calls a module that Llama calls ``module``."""

@@ -222,7 +222,7 @@ def _pack(module: Any, factory: LinearFactory) -> PackedLinear | None:
 def holders_of_matrices(model: nn.Module) -> Iterator[nn.Module]:
     """Yield modules with parameters of two dimensions or more that no packed layer, embedding or norm accounts for."""
     for module in model.modules():
-        # Why not convolutions: those that are not sent to the KV pool are refused before this is asked.
+        # Why not convolutions: those that are not of recurrent layers are refused before this is asked.
         if not isinstance(module, nn.Embedding | nn.Conv1d | PackedLinear) and not _is_norm(module) and any(
             # Why: what is called a bias is added, and of the logarithms of decays each has its own channel.
             parameter.ndim >= 2 and not name.endswith(("bias", "A_log"))

@@ -65,15 +65,10 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "qwen3_moe": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
     "olmoe": ("olmoe", {}),
-    "lfm2": ("lfm2", {"tie_word_embeddings": True}),
-    "lfm2, ends with attention": ("lfm2", {
-        "layer_types": ["conv", "conv", "full_attention"], "conv_bias": False, "block_auto_adjust_ff_dim": True,
-        "intermediate_size": 144, "block_multiple_of": 32}),
-    "lfm2_moe": ("lfm2_moe", {}),
 }
 
 #: Those of them in which something is computed in another way than in the others.
-DISTINCT = [name for name in OTHERS if name not in ("phi3", "phi3, longrope", "olmo3", "lfm2_moe")]
+DISTINCT = [name for name in OTHERS if name not in ("phi3", "phi3, longrope", "olmo3")]
 
 Piece = tuple[int, int, int]
 #: Steps of (sequence, start, end): prompts whole, in chunks, mixed with decoding, in changing order.

@@ -1,4 +1,4 @@
-"""The fused decoder of models with layers that keep states."""
+"""The fused decoder of models with layers that keep states: gated delta rules, or short convolutions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {"tie_word_embeddings": True}),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "qwen3_next": ("qwen3_next", {}),
+    "lfm2": ("lfm2", {"tie_word_embeddings": True}),
+    "lfm2, ends with attention": ("lfm2", {
+        "layer_types": ["conv", "conv", "full_attention"], "conv_bias": False, "block_auto_adjust_ff_dim": True,
+        "intermediate_size": 144, "block_multiple_of": 32}),
+    "lfm2_moe": ("lfm2_moe", {}),
 }
-NOT_RECORDED = ("qwen3_5_moe", "qwen3_next")
+NOT_RECORDED = ("qwen3_5_moe", "qwen3_next", "lfm2_moe")
 
 
 def model_of(name: str, dtype: torch.dtype) -> Any:
@@ -102,8 +107,9 @@ def test_cuts_and_company_change_no_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype", "scheme"), [
-    ("qwen3_5", torch.float32, "none"), ("qwen3_5", torch.bfloat16, "none"),
-    pytest.param("qwen3_5", torch.bfloat16, "w8a8", marks=pytest.mark.slow),
+    ("qwen3_5", torch.float32, "none"), ("qwen3_5", torch.bfloat16, "none"), ("lfm2", torch.bfloat16, "none"),
+    ("lfm2", torch.bfloat16, "w8a16"),
+    *(pytest.param(name, torch.bfloat16, "w8a8", marks=pytest.mark.slow) for name in ("qwen3_5", "lfm2")),
 ])
 def test_recorded_steps_give_the_same_bits(name: str, dtype: torch.dtype, scheme: str) -> None:
     """Steps that are recorded and repeated are those of a decoder that records nothing, states included, also once

@@ -30,7 +30,6 @@ CASES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "qwen3": ("qwen3", torch.bfloat16, {}),
     "gemma2": ("gemma2", torch.bfloat16, {}),
     "gemma3": ("gemma3", torch.float32, {}),
-    "lfm2": ("lfm2", torch.bfloat16, {}),
     **{name: ("qwen2", torch.bfloat16, {"quantization": name, "linears": one}) for name, one in QUANTIZERS.items()},
     "int8 KV": ("llama", torch.bfloat16, {"kv_cache_dtype": "int8"}),
 }

@@ -6,19 +6,16 @@ is in ``attend.py`` and ``write_kv.py``, read them next.
 
 from __future__ import annotations
 
-from math import gcd
-
 import torch
 
-from pagedcore_kernels.checks import check_convolution, check_key_value, check_pool, check_query
+from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.cpu.attention import attend, write_kv
 from pagedcore_kernels.cpu.attention.attend_pairs import PairVariant, form_of_attention, pair_attention_kernel
 from pagedcore_kernels.cpu.attention.step_words import StepWords
 from pagedcore_kernels.cpu.attention.variants import TILE, Variant
-from pagedcore_kernels.cpu.recurrence import short_convolution as convolution
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.runtime.recorded_calls import Resize
-from pagedcore_kernels.cpu.simd import LANES, LOG2_E
+from pagedcore_kernels.cpu.simd import LOG2_E
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.interface import RaggedRows
 from pagedcore_kernels.layout import Int8KVLayout, KVLayout
@@ -64,9 +61,6 @@ class NumbaCpuAttention:
         self._words = StepWords()
         self._attend_parameters = ParameterBlock(attend.NUM_ARGUMENTS)
         self._write_parameters = ParameterBlock(write_kv.NUM_ARGUMENTS)
-        self._convolution_parameters = ParameterBlock(convolution.NUM_ARGUMENTS)
-        self._constants: dict[int, torch.Tensor] = {}
-        """A row of zeros and one of ones by the number of channels of a convolution."""
 
     @property
     def layout(self) -> KVLayout | Int8KVLayout:
@@ -84,7 +78,7 @@ class NumbaCpuAttention:
         kind = type(self)
         return all(
             getattr(kind, name) is getattr(NumbaCpuAttention, name)
-            for name in ("attend", "attend_to", "convolve_to", "write_kv")
+            for name in ("attend", "attend_to", "write_kv")
         )
 
     @staticmethod
@@ -201,28 +195,6 @@ class NumbaCpuAttention:
             parameters.set_float(word - parameters.FIRST, number)
         resize = self._words.sizes_of_attention, queries, query.shape[1], (attend.BLOCK_TABLES, attend.TILE_ROWS)
         self._run(kernel, parameters, tiles[-1] * query.shape[1], resize)
-
-    def convolve_to(
-        self, output: torch.Tensor, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-    ) -> None:
-        """Keep inputs and convolve; see ``ConvolvesRows``."""
-        plan, shape = self._current_plan(), self._layout.layers[layer]
-        check_convolution(self._layout, layer, output, rows, weight, bias, plan)
-        channels, queries = shape.value_head_size, convolution.TILE_ROWS_AT_ONCE
-        output[plan.num_computed :] = 0
-        lanes, tiles = gcd(channels, LANES), self._words.tiles(queries)
-        if (constants := self._constants.get(channels)) is None:
-            constants = self._constants[channels] = torch.stack((rows.new_zeros(channels), rows.new_ones(channels)))
-        self._convolution_parameters.fill(
-            rows.data_ptr(), rows.stride(0) * rows.itemsize, output.data_ptr(), weight.data_ptr(), bias.data_ptr(),
-            constants.data_ptr(), self._pool.data_ptr(), self._layout.block_bytes, self._layout.value_offset(layer),
-            channels // lanes, self._words.slots(), *self._words.rows, *tiles,
-        )  # fmt: skip
-        kernel = convolution.short_convolution_kernel(
-            int(self._is_bf16), lanes, len(weight), self._layout.block_size, shape.padded_value_size * rows.itemsize
-        )
-        resize = self._words.sizes_of_convolution, queries, convolution.SLOTS
-        self._run(kernel, self._convolution_parameters, tiles[-1], resize)
 
     def _attention_kernel(self, layer: int, group: int, form: int | None) -> tuple[int, Kernel]:
         """The kernel for ``group`` query heads per KV head, and how many tokens its work items take.

@@ -58,20 +58,11 @@ class StepWords:
             self._of_writes = *kept, len(runs.tokens)
         return self._of_writes
 
-    def slots(self) -> int:
-        """Return the address of the slots of all tokens."""
-        return self._arrays.keep("slots", self._known_plan.slots)
-
     def sizes_of_attention(self, shape: StepShape, queries: int, num_heads: int, first: tuple[int, int]) -> Sizes:
         """Say what a call of attention has of the present plan; ``first`` are the words of rows and of tiles."""
         of_rows, of_tiles = first
         tiles = self.tiles(queries)
         return Sizes([*enumerate(self.rows, of_rows), *enumerate(tiles, of_tiles)], tiles[-1] * num_heads)
-
-    def sizes_of_convolution(self, shape: StepShape, queries: int, first: int) -> Sizes:
-        """Say what a convolution has of the present plan, from the word ``first`` on."""
-        words = self.slots(), *self.rows, *self.tiles(queries)
-        return Sizes([*enumerate(words, first)], words[-1])
 
     def sizes_of_writes(self, shape: StepShape, num_kv_heads: int, first: int) -> Sizes:
         """Say what a call that writes K and V has of the present plan, from the word ``first`` on."""

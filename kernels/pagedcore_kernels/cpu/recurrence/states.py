@@ -35,6 +35,7 @@ from pagedcore_kernels.state_layout import StateLayout
 from pagedcore_kernels.state_plan import StatePlan
 
 Words = tuple[int, ...]
+_ENDINGS = {"none": 0, "silu": state_convolution.SILU, "gates": state_convolution.GATES}
 _MOST_ROWS = 256
 """A model of so small states that as many rows write few bytes is not prepared to write them past the caches."""
 
@@ -65,9 +66,9 @@ class RecurrentStates:
         self._parameters = ParameterBlock(outer_products.NUM_ARGUMENTS)
         self._convolution_parameters = ParameterBlock(state_convolution.NUM_ARGUMENTS)
         shapes = [part.shape for parts in layout.layers for part in parts]
-        self._zeros = torch.zeros(max(shape[-1] for shape in shapes))
-        self._ones = {dtype: torch.ones(1, 1, 1, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
-        """The key and query of recurrences that have none."""
+        self._zeros = torch.zeros(width := max(shape[-1] for shape in shapes))
+        self._ones = {dtype: torch.ones(width, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+        """What an input from a state is multiplied with, and the key and query of recurrences that have none."""
         self._signs = torch.ones(2, max(shape[0] for shape in shapes)) * torch.tensor([[1.0], [-1.0]])
         """What rates of each head are multiplied with: 1, and -1."""
 
@@ -90,8 +91,8 @@ class RecurrentStates:
     def convolve(
         self, layer: int, part: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
     ) -> torch.Tensor:
-        """Convolve rows [T, C] with their predecessors; see ``StateBackend``."""
-        out = _new(rows)
+        """Convolve rows with their predecessors; see ``StateBackend``."""
+        out = _new(rows[:, : weight.shape[-1]])
         self.convolve_to(out, layer, part, rows, weight, bias, activation)
         return out
 
@@ -106,17 +107,18 @@ class RecurrentStates:
         activation: str,
     ) -> None:
         """Do the same into ``out`` [T, C]."""
-        plan = self._current_plan()
+        plan, channels = self._current_plan(), weight.shape[-1]
         check_convolution(self._layout.layers[layer][part], plan, rows, weight, bias, activation)
-        self._clear_padding(out, rows)
-        channels, lanes, item = rows.shape[1], gcd(rows.shape[1], LANES), rows.itemsize
+        self._clear_padding(out, rows[:, :channels])
+        lanes, item = gcd(channels, LANES), rows.itemsize
         self._convolution_parameters.fill(
             rows.data_ptr(), rows.stride(0) * item, out.data_ptr(), weight.data_ptr(), bias.data_ptr(),
-            self._zeros.data_ptr(), self._pool.data_ptr() + self._layout.offset(layer, part), self._layout.state_bytes,
-            channels // lanes, *self._words_of_tokens(),
+            self._zeros.data_ptr(), self._ones[rows.dtype].data_ptr(),
+            self._pool.data_ptr() + self._layout.offset(layer, part), self._layout.state_bytes, channels // lanes,
+            *self._words_of_tokens(),
         )  # fmt: skip
         kernel = state_convolution.state_convolution_kernel(
-            int(rows.dtype == torch.bfloat16), lanes, len(weight), int(activation == "silu")
+            int(rows.dtype == torch.bfloat16), lanes, len(weight), _ENDINGS[activation]
         )
         if plan.num_computed:
             kernel.run(self._convolution_parameters, plan.num_computed, (self._sizes_of_convolution,))
