@@ -41,6 +41,15 @@ def test_head_gate(dtype: torch.dtype, size: int) -> None:
     assert_near(found, rows.double() * gate.double().sigmoid(), 2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_gate_for_a_head(dtype: torch.dtype) -> None:
+    """A gate may be one number for all elements of a head."""
+    rows, gate = random_rows(0, T, H, 20, dtype=dtype), random_rows(1, T, 9, dtype=dtype, scale=4)[:, 4 : 4 + H, None]
+    found = rows.clone()
+    HeadGate(dtype)(found, gate)
+    assert_near(found, rows.double() * gate.double().sigmoid(), 2)
+
+
 @SIZES
 @pytest.mark.parametrize(("dtype", "weight_dtype"), [
     (torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),

@@ -109,7 +109,7 @@ class _Launches:
         most_positions = attention.pool.shape[0] * layout.block_size
         # Why in this mode: modules of angles write to buffers that were moved to the GPU in it.
         with torch.inference_mode():
-            angles = angles_by_layer(model, places, known.family, device, most_positions)
+            angles = list(angles_by_layer(model, places, known.family, device, most_positions).values())
             for one in set(angles):
                 one.fill()
         self.angles = [one.table for one in angles]

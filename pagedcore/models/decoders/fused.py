@@ -83,7 +83,7 @@ class FusedDecoder(Decoder):
         self._embedding, self._scale = body.embed_tokens, embedding_scale(config, model.dtype)
         angles = angles_by_layer(model, layers, family, torch.device("cpu"))
         gate = GatedActivation(known.activation, model.dtype)
-        self._angles = tuple(set(angles))
+        self._angles = tuple(set(angles.values()))
 
         def pack(mixture: Any) -> tuple[PackedLinear, ...]:
             routed = pack_experts(mixture, linears=linears, routers=router_products(linears), on_unused=on_unused)

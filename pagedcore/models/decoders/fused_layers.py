@@ -84,9 +84,11 @@ class FusedAttention(Mixer):
         self.place, self.angles = place, angles
         dtype = attention.get_submodule(output).weight.dtype
         self.rotary = _rotary(attention, place, family, angles, dtype)
-        self.gate = HeadGate(dtype) if family.has_gates else None
+        self.gate = HeadGate(dtype) if family.has_gates or family.head_gate else None
         self.qkv, self.output = fuse(attention, family.qkv), fuse(attention, (output,))
-        self.products = self.qkv, self.output
+        self.gates = fuse(attention, (family.head_gate,)) if family.head_gate else None
+        """One for each head; ``None``: there are none, or each head of the queries is followed by one."""
+        self.products = self.qkv, self.output, *(() if self.gates is None else (self.gates,))
 
     def __call__(self, step: PagedStep, rows: StepRows, normed: torch.Tensor) -> torch.Tensor:
         """Attend; see ``Mixer``. Returns [T, H * D]."""
@@ -99,8 +101,12 @@ class FusedAttention(Mixer):
             step.attention.write_kv(place.index, *others.chunk(2, dim=1))
         if self.gate is None:
             return rows.attend(step, place, queries)
-        attended = rows.attend(step, place, queries[:, ::2])
-        self.gate(attended.view(len(qkv), place.num_heads, -1), queries[:, 1::2])
+        if self.gates is not None:
+            gates = rows.multiply("head gates", self.gates, normed)[:, :, None]
+        else:
+            queries, gates = queries[:, ::2], queries[:, 1::2]
+        attended = rows.attend(step, place, queries)
+        self.gate(attended.view(len(qkv), place.num_heads, -1), gates)
         return attended
 
 

@@ -181,7 +181,8 @@ def _path(path: str, family: Family) -> str:
 def _attention(family: Family) -> dict[str, str | type[nn.Module]]:
     linears = dict.fromkeys((f".self_attn.{name}" for name in (*family.qkv, "o_proj")), nn.Linear)
     norms = (".self_attn.q_norm", ".self_attn.k_norm") if family.has_head_norms else ()
-    return {".self_attn": "Attention", **linears, **dict.fromkeys(norms, "RMSNorm")}
+    gate: dict[str, type[nn.Module]] = {f".self_attn.{family.head_gate}": nn.Linear} if family.head_gate else {}
+    return {".self_attn": "Attention", **linears, **dict.fromkeys(norms, "RMSNorm"), **gate}
 
 
 def _recurrence(family: Family) -> dict[str, str | type[nn.Module]]:

@@ -74,8 +74,9 @@ class RotaryAngles:
 def angles_by_layer(
     model: Any, layers: Mapping[int, AttentionLayer], family: Family, device: torch.device,
     most_positions: int | None = None,
-) -> list[RotaryAngles]:
-    """Return the angles of each layer, made once for all layers of a kind; layers without positions turn by nothing.
+) -> dict[int, RotaryAngles]:
+    """Return the angles of each layer by its number, made once for all of a kind; layers without positions turn by
+    nothing.
 
     Args:
         model: recognised, as of such a ``family``.
@@ -98,9 +99,10 @@ def angles_by_layer(
         return cosines, torch.zeros_like(cosines)
 
     made: dict[Any, RotaryAngles] = {}
-    for key in (keys := list(zip(kinds, map(bool, is_turned), strict=False))):
+    keys = {number: (kinds[number], bool(is_turned[number])) for number in layers}
+    for key in keys.values():
         kind, turns = key
         if key not in made:
             turned = by_place(rotary if kind is None else partial(rotary, layer_type=kind), short)
             made[key] = RotaryAngles(turned if turns else still, model.dtype, most + (short or 0), device)
-    return [made[key] for key in keys]
+    return {number: made[key] for number, key in keys.items()}

@@ -68,7 +68,7 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
     _OFFSET: ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
 }
 _REFUSED: Final = {name: reason for reason, names in _REASONS.items() for name in names}
-_CONVOLVING: Final = {"lfm3", *(name for name, family in FAMILIES.items() if family.convolution)}
+_CONVOLVING: Final = frozenset(name for name, family in FAMILIES.items() if family.convolution)
 """Architectures whose layers of type "conv" are those of ``attention/recurrences.py``."""
 _RECURRENT: Final = frozenset({
     "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba",

@@ -93,6 +93,8 @@ class Family:
     """Linear layers of a gated delta rule that become one product each: what is mixed, and rates."""
     has_gates: bool = False
     """Whether what a layer attends is gated: each head of its queries is followed by a gate."""
+    head_gate: str = ""
+    """The linear layer that computes one gate for each head of what a layer attends; "": there is none."""
     has_shared_expert: bool = False
     """Whether mixtures have an expert for all rows, behind a gate."""
 
@@ -188,6 +190,11 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "lfm2": Family(classes="Lfm2", **_LFM2),
     "lfm2_moe": Family(
         classes="Lfm2Moe", has_experts=True, **{**_LFM2, "names": {**_LFM2["names"], "rotary_emb": "pos_emb"}}
+    ),
+    "lfm3": Family(
+        classes="Lfm3", has_wide_angles=True, has_rope_by_type=True, head_gate="g_proj",
+        **{**_LFM2, "norms": ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm"), "names": {
+            name: other for name, other in _LFM2["names"].items() if not name.endswith(("o_proj", "_norm"))}},
     ),
     "qwen3_5_text": Family(classes="Qwen3_5", **_QWEN3_5),
     "qwen3_5_moe_text": Family(classes="Qwen3_5Moe", has_experts=True, has_shared_expert=True, **_QWEN3_5),

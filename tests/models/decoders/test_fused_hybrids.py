@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["conv", "conv", "full_attention"], "conv_bias": False, "block_auto_adjust_ff_dim": True,
         "intermediate_size": 144, "block_multiple_of": 32}),
     "lfm2_moe": ("lfm2_moe", {}),
+    "lfm3": ("lfm3", {"layer_types": ["conv", "sliding_attention", "full_attention"], "sliding_window": 8}),
 }
 NOT_RECORDED = ("qwen3_5_moe", "qwen3_next", "lfm2_moe")
 

@@ -54,8 +54,10 @@ class HeadGate:
         self._is_bf16, self._parameters = int(dtype == torch.bfloat16), ParameterBlock(8)
 
     def __call__(self, rows: torch.Tensor, gate: torch.Tensor) -> None:
-        """Multiply rows [T, H, D], contiguous, with gates [T, H, D], whose last dimension is."""
-        _run_heads(_head_gate_kernel(self._is_bf16, rows.shape[2]), self._parameters, rows, gate, rows, 0)
+        """Multiply rows [T, H, D], contiguous, with gates [T, H, D], whose last dimension is, or [T, H, 1]."""
+        is_shared = gate.shape[2] == 1
+        kernel = _head_gate_kernel(self._is_bf16, rows.shape[2], int(is_shared))
+        _run_heads(kernel, self._parameters, rows, gate, rows, 0, is_shared=is_shared)
 
 
 class GatedNorm:
@@ -116,13 +118,17 @@ class DeltaGates:
 
 
 def _run_heads(
-    kernel: Kernel, parameters: ParameterBlock, rows: torch.Tensor, gate: torch.Tensor, out: torch.Tensor, weight: int
-) -> None:
+    kernel: Kernel, parameters: ParameterBlock, rows: torch.Tensor, gate: torch.Tensor, out: torch.Tensor, weight: int,
+    *, is_shared: bool = False,
+) -> None:  # fmt: skip
+    num_rows, heads, size = rows.shape
+    expected = *gate.shape[:2], size if is_shared else gate.shape[2]
     for name, one in (("rows", rows), ("out", out)):
         # Safety: the kernel reads and writes raw memory.
-        if one.shape != gate.shape or one.dtype != gate.dtype or not one.is_contiguous() or gate.stride(2) != 1:
-            raise InternalError(f"{name}: {one.dtype} {tuple(one.shape)}, expected {gate.dtype} {tuple(gate.shape)}")
-    num_rows, heads, _ = rows.shape
+        if one.shape != expected or one.dtype != gate.dtype or not one.is_contiguous():
+            raise InternalError(f"{name}: {one.dtype} {tuple(one.shape)}, expected {gate.dtype} {expected}")
+    if gate.stride(2) != 1 and not is_shared:
+        raise InternalError(f"gate: stride {gate.stride(2)} in the last dimension, expected 1")
     parameters.fill(
         num_rows, rows_at_once(num_rows), heads, rows.data_ptr(), gate.data_ptr(), gate.stride(0) * gate.itemsize,
         gate.stride(1) * gate.itemsize, out.data_ptr(), *((weight,) if weight else ()),
@@ -140,20 +146,32 @@ def _sizes_of_rows(shape: StepShape) -> Sizes:
 
 
 @intrinsic(prefer_literal=True)
-def _gate_row(typing: Typing, is_bf16: Any, lanes: Any, source: Any, gate: Any, target: Any, num_vectors: Any) -> Any:
-    """``source * sigmoid(gate)``; literal: is_bf16, lanes."""
+def _gate_row(
+    typing: Typing, is_bf16: Any, lanes: Any, is_shared: Any, source: Any, gate: Any, target: Any, num_vectors: Any
+) -> Any:
+    """``source * sigmoid(gate)``; literal: is_bf16, lanes, and whether all elements have one gate."""
     bf16, width = is_bf16.literal_value, lanes.literal_value
 
     def codegen(context: Any, b: Builder, signature: Any, args: Any) -> Value:
-        def body(place: Value) -> None:
-            x, g = (simd.load_floats(b, one, place, bf16, width) for one in args[2:4])
-            factor = hidden_rows.rounded(b, hidden_rows.sigmoid(b, g), bf16)
-            simd.store_floats(b, b.fmul(x, factor), args[4], place, bf16)
+        source, gates, target, num_vectors = args[3:]
 
-        _for_vectors(b, args[5], width * simd.item_bytes(bf16), body)
+        def factor(g: Value) -> Value:
+            return hidden_rows.rounded(b, hidden_rows.sigmoid(b, g), bf16)
+
+        shared = None
+        if is_shared.literal_value:
+            one = b.extract_element(simd.load_floats(b, gates, int64(0), bf16, 1), int64(0))
+            shared = factor(simd.splat(b, one, width))
+
+        def body(place: Value) -> None:
+            x = simd.load_floats(b, source, place, bf16, width)
+            own = factor(simd.load_floats(b, gates, place, bf16, width)) if shared is None else shared
+            simd.store_floats(b, b.fmul(x, own), target, place, bf16)
+
+        _for_vectors(b, num_vectors, width * simd.item_bytes(bf16), body)
         return context.get_dummy_value()
 
-    return types.void(is_bf16, lanes, *[types.int64] * 4), codegen
+    return types.void(is_bf16, lanes, is_shared, *[types.int64] * 4), codegen
 
 
 @intrinsic(prefer_literal=True)
@@ -234,7 +252,7 @@ def _softplus(b: Builder, x: Value) -> Value:
 
 
 @cache
-def _head_gate_kernel(is_bf16: int, head_size: int) -> Kernel:
+def _head_gate_kernel(is_bf16: int, head_size: int, is_shared: int) -> Kernel:
     lanes, head_bytes = gcd(head_size, LANES), head_size * (2 if is_bf16 else 4)
     vectors = head_size // lanes
 
@@ -252,7 +270,7 @@ def _head_gate_kernel(is_bf16: int, head_size: int) -> Kernel:
                 for head in range(heads):
                     place = (row * heads + head) * head_bytes
                     gate = gates + row * token_bytes + head * gate_bytes
-                    _gate_row(is_bf16, lanes, rows + place, gate, out + place, vectors)
+                    _gate_row(is_bf16, lanes, is_shared, rows + place, gate, out + place, vectors)
 
     return compile_kernel(gate_heads)
 
