@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pagedcore import AsyncEngine, Engine, MemoryBudget, SamplingParams, SharedEngines
+from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.engine.sleeping import Wake
 from pagedcore.errors import EngineClosed, InvalidConfig, InvalidRequest, MemoryBudgetExceeded
 from pagedcore.models import new_weights
@@ -32,12 +33,23 @@ def expected() -> tuple[int, ...]:
         return engine.generate([PROMPT], PARAMS)[0].outputs[0].token_ids
 
 
-@pytest.fixture
-def four() -> Iterator[SharedEngines]:
+@pytest.fixture(scope="module")
+def built() -> Iterator[SharedEngines]:
     """Four models where there is room for two."""
     shared = SharedEngines.from_pretrained(dict.fromkeys(NAMES, "demo"), memory="14MiB", **SMALL)
+    assert awake(shared) == {"c", "d"}
     yield shared
     shared.close()
+
+
+@pytest.fixture
+async def four(built: SharedEngines) -> SharedEngines:
+    """The same engines, of which the last two are awake."""
+    for name in NAMES:
+        await built.engines[name].sleep(2, running="abort")
+    for name in ("c", "d"):
+        await built.engines[name].wake()
+    return SharedEngines(built.engines)
 
 
 def awake(shared: SharedEngines) -> set[str]:
@@ -150,8 +162,10 @@ async def test_the_owner_need_not_look_after_it(expected: tuple[int, ...]) -> No
     assert not shared.engines["a"].is_alive
 
 
-async def test_an_end_breaks_a_wake_off(four: SharedEngines, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_end_breaks_a_wake_off(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who wait for it are told, and the thread that reads weights goes no further."""
+    shared = SharedEngines({"a": AsyncEngine.from_pretrained("demo", num_kv_blocks=64)})
+    await shared.engines["a"].sleep(2)
     reached, may_go, load = threading.Event(), threading.Event(), new_weights.require_same_form
 
     def wait(*given: Any) -> None:
@@ -160,15 +174,15 @@ async def test_an_end_breaks_a_wake_off(four: SharedEngines, monkeypatch: pytest
         load(*given)
 
     monkeypatch.setattr(new_weights, "require_same_form", wait)
-    calls = [asyncio.create_task(ask(four, "a")) for _ in range(3)]
+    calls = [asyncio.create_task(ask(shared, "a")) for _ in range(3)]
     await asyncio.to_thread(reached.wait, 20)
-    await four.aclose()
+    await shared.aclose()
     may_go.set()
     for call in calls:
         with pytest.raises(EngineClosed):
             await call
     with pytest.raises(EngineClosed):
-        await ask(four, "a")
+        await ask(shared, "a")
 
 
 def test_reading_ends_with_its_wake() -> None:
@@ -198,6 +212,9 @@ async def test_an_engine_that_cannot_sleep_any_more_stays(four: SharedEngines) -
     for name in ("d", "a"):
         await ask(four, name)
     assert awake(four) == {"a", "c"}
+    # Why again: those who come next want one that sleeps.
+    async with four.use("c") as engine, engine.new_weights(way="in_place") as weights:
+        await weights.load(DEMO_MODEL_DIR)
 
 
 def left_since(before: set[threading.Thread]) -> list[threading.Thread]:

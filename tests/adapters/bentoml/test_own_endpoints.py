@@ -57,7 +57,7 @@ def prompts_of(name: str) -> dict[str, Any]:
     return {"prompts": [prompt]} if name == "together" else {"prompt": prompt}
 
 
-@pytest.mark.parametrize("where", ["served", "in process"])
+@pytest.mark.parametrize("where", [pytest.param("served", marks=pytest.mark.slow), "in process"])
 async def test_an_endpoint_of_ones_own_keeps_its_tenants_apart(where: str, request: pytest.FixtureRequest) -> None:
     """A tenant finds its own prompt in the cache and never another's; who loses the tenant is refused, with the way
     out in the service's log and not in the answer."""
@@ -78,6 +78,7 @@ async def test_an_endpoint_of_ones_own_keeps_its_tenants_apart(where: str, reque
         assert request.getfixturevalue("tenants").log.read_text(encoding="utf-8").count(VERB) >= 2 * len(LOST)
 
 
+@pytest.mark.slow
 async def test_who_leaves_and_what_breaks_is_noticed_on_a_real_connection(tenants: Served) -> None:
     """The request of a client that left is gone long before its end, and a stream that failed is no complete body."""
     async with httpx.AsyncClient(base_url=tenants.url, timeout=240.0, headers={"x-tenant": "blue"}) as http:
@@ -91,6 +92,7 @@ async def test_who_leaves_and_what_breaks_is_noticed_on_a_real_connection(tenant
         assert now["num_generated_tokens"] - before < 1000
 
 
+@pytest.mark.slow
 async def test_a_task_outlives_the_call_that_submits_it(tenants: Served) -> None:
     """It is not ended when its client has gone, and is its tenant's."""
     async with httpx.AsyncClient(base_url=tenants.url, timeout=240.0, headers={"x-tenant": "blue"}) as http:

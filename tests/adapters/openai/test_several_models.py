@@ -43,7 +43,7 @@ from pagedcore.engine.sleeping import Wake
 read = Wake.read
 def slow(wake):
     print("waking", file=sys.stderr, flush=True)
-    time.sleep(2)
+    time.sleep(1)
     read(wake)
 Wake.read = slow
 main()
@@ -165,6 +165,7 @@ async def test_a_wake_that_fails_tells_no_tenant_of_files(
     assert (refused.status, "secret" in refused.text, "secret" in caplog.text) == (503, False, True)
 
 
+@pytest.mark.slow
 def test_ten_models_are_served_where_three_fit() -> None:
     """Each answers when it is called, callers of one at a time share its wake, and SIGTERM ends the process with 0."""
     models = [word for name in TEN for word in ("--model", f"{name}=demo")]
