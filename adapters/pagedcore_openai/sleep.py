@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final, Literal, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +17,8 @@ from pagedcore_openai.endpoints import JSON, Endpoint
 
 _SLEEP: Final = known.Form(frozenset({"model", "level", "mode"}))
 _WAKE: Final = known.Form(frozenset({"model"}))
-_LEVELS: Final = {"1": 1, "2": 2}
+_LEVELS: Final[dict[str, Any]] = {"1": 1, "2": 2}
+Ending = Literal["wait", "abort"]
 
 
 def _told(served: ServedModel) -> Response:
@@ -38,8 +39,12 @@ class Sleep(Endpoint):
             raise InvalidRequest("level", level, "1 or 2")
         if mode not in ("wait", "abort"):
             raise InvalidRequest("mode", mode, '"wait" or "abort"')
+        shared, level, ending = self.service.shared, _LEVELS[level], cast(Ending, mode)
         try:
-            await served.engine.sleep(_LEVELS[level], running=mode)  # type: ignore[arg-type]
+            if shared is None:
+                await served.engine.sleep(level, running=ending)
+            else:
+                await shared.sleep(self.service.names.base_of(served), level, running=ending)
         except EngineInUse:
             raise _busy() from None
         return _told(served)

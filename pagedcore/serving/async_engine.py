@@ -149,6 +149,11 @@ class AsyncEngine(
         """
         return AsyncNewWeights(self.call, self._when_settled, version, running, way)
 
+    async def _call_loop(self, function: Callable[[EngineLoop], _T]) -> _T:
+        loop, result = running_loop(), CompletionFuture[_T]()
+        self._commands.put(lambda worker: result.complete(function(worker)), result)
+        return await asyncio.wrap_future(result.future, loop=loop)
+
     def _hold(self, is_held: bool) -> None:
         with suppress(EngineClosed):
             self._commands.put(lambda worker: worker.hold(is_held), CompletionFuture())
@@ -286,9 +291,7 @@ class AsyncEngine(
         the engine's queue has no room for yet; one whose caller waits for room is unknown. Raises ``EngineClosed``, and
         ``InvalidRequest`` for an id that is no text.
         """
-        loop, result = running_loop(), CompletionFuture[Explanation]()
-        self._commands.put(lambda worker: result.complete(worker.explain(request_id)), result)
-        return await asyncio.wrap_future(result.future, loop=loop)
+        return await self._call_loop(lambda worker: worker.explain(request_id))
 
     def observe(self, plugin: object) -> None:
         """Call the observing hooks of ``plugin`` from now on, on the engine thread; they must not block.

@@ -8,11 +8,14 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from pagedcore.engine.engine import Engine
 from pagedcore.engine.sleeping import Ending, Level
 from pagedcore.serving.host_program import running_loop
+
+if TYPE_CHECKING:
+    from pagedcore.serving.engine_loop import EngineLoop
 
 _LOOK_S: Final = 0.005
 """Seconds between two looks whether requests have ended."""
@@ -27,6 +30,10 @@ class AsyncSleep:
     @abstractmethod
     async def call(self, function: Callable[[Engine], _T]) -> _T:
         """As ``AsyncEngine`` has it."""
+
+    @abstractmethod
+    async def _call_loop(self, function: Callable[[EngineLoop], _T]) -> _T:
+        """As ``call``, with what runs on the engine's thread."""
 
     @abstractmethod
     def _hold(self, is_held: bool) -> None:
@@ -55,6 +62,10 @@ class AsyncSleep:
             return True
 
         await self._when_settled(try_it, is_held=True)
+
+    async def num_held(self) -> int:
+        """Return how many requests are held, until it is awake or has room. Raises ``EngineClosed``."""
+        return await self._call_loop(lambda worker: worker.num_held)
 
     async def wake(self) -> None:
         """Take memory again; weights are read on another thread. Errors as ``Engine.wake``; nothing if it is awake.

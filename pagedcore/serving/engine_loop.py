@@ -175,6 +175,11 @@ class EngineLoop:
         self._num_holding += 1 if is_held else -1
 
     @property
+    def num_held(self) -> int:
+        """How many requests are held."""
+        return len(self._held)
+
+    @property
     def _is_holding(self) -> bool:
         return self._num_holding > 0 or self.engine.sleep_level > 0
 

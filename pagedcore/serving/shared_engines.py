@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -16,6 +16,7 @@ from pagedcore.config.field_rules import invalid_setting, seconds
 from pagedcore.config.limits import MAX_TIMEOUT_S
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, parse_memory
 from pagedcore.engine.kv_memory import DEFAULT_MEMORY_SHARE
+from pagedcore.engine.sleeping import Ending, Level
 from pagedcore.errors import EngineClosed, EngineInUse, InvalidConfig, InvalidRequest, MemoryBudgetExceeded
 from pagedcore.execution.machine import free_memory_bytes
 from pagedcore.protocols import Clock, MonotonicClock
@@ -23,6 +24,8 @@ from pagedcore.serving.async_engine import AsyncEngine
 
 _log: Final = logging.getLogger("pagedcore")
 _IDLE: Final = seconds(0, MAX_TIMEOUT_S, above_low=True).or_none()
+_LOOK_S: Final = 0.02
+"""Seconds between two looks whether users of an engine that sleeps have asked for something."""
 _POOLS_PART: Final = 2
 """KV pools take one part in so many of a budget, unless their size is given."""
 
@@ -77,6 +80,7 @@ class SharedEngines(AbstractAsyncContextManager["SharedEngines"]):
             _require_sleeper(member)
         self._changing = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
+        self._seeing_off = set[asyncio.Task[None]]()
 
     @classmethod
     def from_pretrained(
@@ -134,9 +138,7 @@ class SharedEngines(AbstractAsyncContextManager["SharedEngines"]):
             MemoryBudgetExceeded, MemoryError: there is no room, as all others are used.
             InvalidWeights, InvalidConfig: as ``Engine.wake``. EngineClosed: it was closed.
         """
-        member = self._members.get(name)
-        if member is None:
-            raise InvalidRequest("name", name, f"one of {', '.join(self._members)}")
+        member = self._member(name)
         member.num_uses += 1
         try:
             while not member.is_ready:
@@ -145,6 +147,28 @@ class SharedEngines(AbstractAsyncContextManager["SharedEngines"]):
         finally:
             member.num_uses -= 1
             member.idle_since_s = self._clock.now()
+
+    async def sleep(self, name: str, level: Level = 2, *, running: Ending = "wait") -> None:
+        """Put an engine to sleep, also one that is used; what its users ask afterwards wakes it.
+
+        Raises ``InvalidRequest`` if no engine has this name, and as ``AsyncEngine.sleep``.
+        """
+        member = self._member(name)
+        await member.engine.sleep(level, running=running)
+        seeing_off = asyncio.ensure_future(self._see_off(member))
+        self._seeing_off.add(seeing_off)
+        seeing_off.add_done_callback(self._seeing_off.discard)
+
+    async def _see_off(self, member: _Member) -> None:
+        """Wake an engine that was put to sleep in use as soon as a request of its users is held."""
+        with suppress(EngineClosed):
+            while member.num_uses and member.engine.sleep_level:
+                if await member.engine.num_held():
+                    try:
+                        await self._woken(member)
+                    except (InvalidConfig, InvalidRequest, EngineInUse, MemoryError) as error:
+                        _log.warning("%s: it was not woken: %s", member.name, error)
+                await asyncio.sleep(_LOOK_S)
 
     async def put_idle_to_sleep(self) -> float:
         """Put to sleep what nobody has used for ``idle_s``; return the seconds until there may be more of it.
@@ -178,7 +202,7 @@ class SharedEngines(AbstractAsyncContextManager["SharedEngines"]):
     async def aclose(self, timeout_s: float | None = None) -> None:
         """Close all engines, as ``AsyncEngine.aclose``; a wake is broken off."""
         waking = [one.waking for one in self._members.values() if one.waking is not None]
-        for task in [*waking, *([] if self._watching is None else [self._watching])]:
+        for task in [*waking, *self._seeing_off, *([] if self._watching is None else [self._watching])]:
             task.cancel()
         await asyncio.gather(*(one.engine.aclose(timeout_s) for one in self._members.values()))
 
@@ -186,6 +210,11 @@ class SharedEngines(AbstractAsyncContextManager["SharedEngines"]):
         """Close all engines, where no event loop has used them."""
         for one in self._members.values():
             one.engine.close()
+
+    def _member(self, name: str) -> _Member:
+        if (member := self._members.get(name)) is None:
+            raise InvalidRequest("name", name, f"one of {', '.join(self._members)}")
+        return member
 
     async def _watch(self) -> None:
         while True:

@@ -115,6 +115,21 @@ async def test_what_is_used_does_not_sleep(four: SharedEngines, expected: tuple[
     assert await ask(four, "a") == expected
 
 
+async def test_one_that_is_put_to_sleep_in_use_is_woken_by_what_is_asked_of_it(
+    four: SharedEngines, expected: tuple[int, ...]
+) -> None:
+    """A request that came between would be held until somebody else comes; users who ask nothing more wake nothing."""
+    async with four.use("c") as engine:
+        await four.sleep("c", 1)
+        assert (await asyncio.wait_for(engine.complete(PROMPT, PARAMS), 20)).outputs[0].token_ids == expected
+        assert engine.sleep_level == 0
+        await four.sleep("c")
+        await asyncio.sleep(0.1)
+        assert engine.sleep_level == 2
+    with pytest.raises(InvalidRequest, match="one of a, b, c, d"):
+        await four.sleep("e")
+
+
 async def test_what_works_does_not_sleep(four: SharedEngines, expected: tuple[int, ...]) -> None:
     """A request that nobody uses its engine for any more is not broken off, and another engine makes room."""
     async with four.use("c") as engine:
