@@ -3,7 +3,7 @@
     python make_hybrid.py lfm2|qwen3_5 OUT_DIR [LLAMA_CPP_SOURCE]
 
 The shapes are those of LFM2-350M and of Qwen3.5-0.8B. With llama.cpp's sources, its own converter writes
-``model-bf16.gguf`` and ``model-q8_0.gguf`` beside the weights; it needs torch, transformers, sentencepiece and PyYAML.
+``model-bf16.gguf`` and ``model-q8_0.gguf`` beside the weights; it needs sentencepiece and PyYAML beside pagedcore.
 """
 
 from __future__ import annotations
@@ -63,13 +63,16 @@ def convert(shape: str, source: Path, out: Path) -> None:
             one.get_vocab_base_pre = lambda *_: SPLITS[shape]
     for kind in ("bf16", "q8_0"):
         sys.argv = ["convert", str(out), "--outfile", str(out / f"model-{kind}.gguf"), "--outtype", kind]
+        # Why: transformers' class has no layers that guess, which the converter looks for.
+        sys.argv += ["--no-mtp"] if shape == "qwen3_5" else []
         runpy.run_path(str(source / "convert_hf_to_gguf.py"), run_name="__main__")
 
 
 if __name__ == "__main__":
     directory = Path(sys.argv[2])
     directory.mkdir(parents=True, exist_ok=True)
-    write_weights(sys.argv[1], directory)
+    if not (directory / "model.safetensors").exists():
+        write_weights(sys.argv[1], directory)
     write_tokenizer(directory)
     fit_tokenizer(directory)
     if len(sys.argv) > 3:

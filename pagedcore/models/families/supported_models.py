@@ -54,7 +54,7 @@ _BYTES: Final = "it groups bytes into patches whose borders depend on the whole 
 
 _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
     _OWN_ATTENTION: (
-        "bloom", "cpmant", "falcon", "mpt", "openai-gpt", "reformer", "transfo-xl", "xglm", "xlm", "xlnet",
+        "bloom", "cpmant", "falcon", "mpt", "openai-gpt", "reformer", "transfo-xl", "xlm", "xlnet",
     ),
     _STATE: (
         "inkling2_text", "inkling_text", "qwen4_exp", "qwen4_exp_text", "rwkv", "xlstm", "zamba", "zaya",
