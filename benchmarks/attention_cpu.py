@@ -23,7 +23,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
-from pagedcore_kernels.layout import Int8KVLayout, KVLayout, LayerShape
+from pagedcore_kernels.layout import KVLayout, LayerShape, ScaledKVLayout
 
 Action = Callable[[], object]
 
@@ -58,19 +58,19 @@ CASES = (
 
 def ours(
     case: Case, dtype: torch.dtype, *, is_int8: bool = False
-) -> tuple[Action, KVLayout | Int8KVLayout, torch.Tensor, torch.Tensor]:
+) -> tuple[Action, KVLayout | ScaledKVLayout, torch.Tensor, torch.Tensor]:
     """Our attention of the case, the layout, pool and block ids [batch, blocks] it reads.
 
     ``dtype`` is the model's, and that of KV unless it is int8.
     """
     size = NumbaCpuAttention.preferred_block_size(dtype)
     shapes = (LayerShape(case.kv_heads, case.head_size, case.head_size),)
-    layout = Int8KVLayout(size, torch.int8, shapes, dtype) if is_int8 else KVLayout(size, dtype, shapes)
+    layout = ScaledKVLayout(size, torch.int8, shapes, dtype) if is_int8 else KVLayout(size, dtype, shapes)
     per_row = -(-case.context // size)
     pool = layout.allocate(case.batch * per_row)
     for view in layout.key_view(pool, 0), layout.value_view(pool, 0):
         view.copy_(torch.randint(-127, 128, view.shape) if is_int8 else torch.randn(view.shape))
-    if isinstance(layout, Int8KVLayout):
+    if isinstance(layout, ScaledKVLayout):
         layout.key_scales(pool, 0).fill_(1 / 64)
         layout.value_scales(pool, 0).fill_(1 / 64)
     tables = np.random.default_rng(0).permutation(case.batch * per_row).astype(np.int32).reshape(case.batch, per_row)

@@ -62,12 +62,12 @@ def build(kernels: Path, arch: str, small: bool) -> None:
     """Compile everything that the stages launch; what is there already is kept."""
     from pagedcore_kernels.cuda.build.compiler import parse_arch
     from pagedcore_kernels.cuda.build.library import build_image
-    from pagedcore_kernels.cuda.build.variants import COPY_NAME, shipped_names
+    from pagedcore_kernels.cuda.build.variants import shipped_names
     from pagedcore_kernels.cuda.shapes import AttentionShape, Format
 
     sizes = stages.SMALL if small else stages.FULL
     decode = sizes.layer.kernel("decode")
-    names = {COPY_NAME, decode, sizes.layer.kernel("prefill"), *stages.gate_kernels(sizes)}
+    names = {stages.GAP_NAME, decode, sizes.layer.kernel("prefill"), *stages.gate_kernels(sizes)}
     if not small:
         names.update(shipped_names(parse_arch(arch)))
         # The demo model's, for gpu_engine.py: a head size that does not ship.

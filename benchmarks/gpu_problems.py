@@ -118,7 +118,7 @@ class Problem:
         launches = [
             (layer.kernel(family), self._counts[family] * layer.kv_heads, (
                 self._query, self.pool, values, self._tables, self._items[family], self._described, output,
-                self.partials, self.counters, None, None, None, self.block_stride, layer.heads * row, row,
+                self.partials, self.counters, None, None, self.block_stride, layer.heads * row, row,
                 BLOCK.bit_length() - 1, layer.kv_heads, layer.group, 0, 0, layer.head_size**-0.5 * LOG2_E, 0.0,
             )) for family in families
         ]

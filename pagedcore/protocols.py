@@ -9,7 +9,7 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
                     MayLoseDevice  MeasuresSteps  RecordsSteps  TakesAdapters
                     KeepsStates
     Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
-    attention       AttentionRequirements  StoresInt8, ChecksAhead, TakesKernels (the factory)
+    attention       AttentionRequirements  StoresScaledKV, ChecksAhead, TakesKernels (the factory)
                     ShowsKVPool (the backend)
 """
 
@@ -40,7 +40,7 @@ from pagedcore_kernels.interface import RaggedRows as RaggedRows
 from pagedcore_kernels.interface import RecordableAttention as RecordableAttention
 from pagedcore_kernels.interface import RecordableMatmul as RecordableMatmul
 from pagedcore_kernels.interface import ShowsKVPool as ShowsKVPool
-from pagedcore_kernels.interface import StoresInt8 as StoresInt8
+from pagedcore_kernels.interface import StoresScaledKV as StoresScaledKV
 from pagedcore_kernels.interface import TakesKernels as TakesKernels
 
 if TYPE_CHECKING:

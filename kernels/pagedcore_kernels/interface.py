@@ -16,7 +16,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     import torch
 
-    from pagedcore_kernels.layout import BlockLayout, Int8KVLayout
+    from pagedcore_kernels.layout import BlockLayout
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -487,12 +487,12 @@ class AttentionRequirements(Protocol):
 
 
 @runtime_checkable
-class StoresInt8(Protocol):
-    """An attention factory whose backends also work on pools of int8, for ``kv_cache_dtype="int8"``."""
+class StoresScaledKV(Protocol):
+    """An attention factory whose backends also work on pools of 8 bits, which have a ``ScaledKVLayout``."""
 
     @property
-    def int8_layout_type(self) -> type[Int8KVLayout]:
-        """The layout of those pools."""
+    def kv_cache_dtypes(self) -> tuple[str, ...]:
+        """In which formats, as ``kv_cache_dtype`` names them: "int8", "e4m3"."""
         ...
 
 

@@ -27,8 +27,8 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def int8_head_bytes(num_elements: int, block_size: int) -> int:
-    """Bytes of one head's K or V in an ``Int8KVLayout``: its elements, padding up to a float32, a scale a token."""
+def scaled_head_bytes(num_elements: int, block_size: int) -> int:
+    """Bytes of one head's K or V in a ``ScaledKVLayout``: its elements, padding up to a float32, a scale a token."""
     return _round_up(num_elements, SCALE_BYTES) + SCALE_BYTES * block_size
 
 
@@ -157,33 +157,31 @@ class KVLayout(BlockLayout):
 
 
 @dataclass(frozen=True)
-class _QuantizableLayout(BlockLayout):
-    """Pools of 8 bits hold elements divided by a scale; ``query_dtype`` then says what the model computes in."""
+class ScaledKVLayout(BlockLayout):
+    """The CPU kernels' order in 8 bits, each token and head with a float32 scale for its K and one for its V.
+
+    A head's K is ``[dim, token]`` bytes, then its scales ``[token]``; its V is ``[token, dim]`` bytes, then its scales.
+    So whatever moves a block moves the scales with it. CPUs and GPUs have the same.
+
+    Invariant: an element is ``value * scale``; the scale is the largest magnitude of the token's K or V over the
+    largest number of the format, 127 of int8 and 448 of e4m3.
+    """
 
     query_dtype: torch.dtype | None = None
+    """What the model computes in."""
+
+    _dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int8, torch.float8_e4m3fn)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.dtype.itemsize == 1 and self.query_dtype is None:
+        if self.query_dtype is None:
             raise InvalidConfig("query_dtype: got None, a KV pool of 8 bits needs the dtype the model computes in.")
 
     @property
     def model_dtype(self) -> torch.dtype:
         """Number format of the K, V and queries that a model hands over."""
-        return self.query_dtype or self.dtype
-
-
-@dataclass(frozen=True)
-class Int8KVLayout(_QuantizableLayout):
-    """The CPU kernels' order in int8, each token and head with a float32 scale for its K and one for its V.
-
-    A head's K is ``[dim, token]`` int8, then its scales ``[token]``; its V is ``[token, dim]`` int8, then its scales.
-    So whatever moves a block moves the scales with it.
-
-    Invariant: an element is ``value * scale``; the scale is a 127th of the largest magnitude of the token's K or V.
-    """
-
-    _dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.int8,)
+        assert self.query_dtype is not None  # Invariant: it was checked
+        return self.query_dtype
 
     def key_bytes(self, layer: int) -> int:
         """Bytes of the layer's K in one block, scales included."""
@@ -202,7 +200,7 @@ class Int8KVLayout(_QuantizableLayout):
         return self._scales(pool, self.value_offset(layer), self._stored_value_shape(layer))
 
     def _num_bytes(self, shape: tuple[int, ...]) -> int:
-        return shape[0] * int8_head_bytes(math.prod(shape[1:]), self.block_size)
+        return shape[0] * scaled_head_bytes(math.prod(shape[1:]), self.block_size)
 
     def _heads(self, pool: torch.Tensor, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         return pool[:, offset : offset + self._num_bytes(shape)].view(pool.shape[0], shape[0], -1)
@@ -216,15 +214,8 @@ class Int8KVLayout(_QuantizableLayout):
 
 
 @dataclass(frozen=True)
-class TokenMajorLayout(_QuantizableLayout):
-    """The order for tensor cores: K and V both as ``[kv_head, token, dim]``, so that one row is one run of bytes.
-
-    The scales of pools of 8 bits are known to the attention backend.
-    """
-
-    _dtypes: ClassVar[tuple[torch.dtype, ...]] = (
-        torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8
-    )
+class TokenMajorLayout(BlockLayout):
+    """The order for tensor cores: K and V both as ``[kv_head, token, dim]``, so that one row is one run of bytes."""
 
     def key_view(self, pool: torch.Tensor, layer: int) -> torch.Tensor:
         """View the layer's K as [num_blocks, KVH, D, block_size], though the elements of a token lie together."""

@@ -13,7 +13,7 @@ import torch
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RaggedRows
-from pagedcore_kernels.layout import BlockLayout, Int8KVLayout, KVLayout
+from pagedcore_kernels.layout import BlockLayout, KVLayout, ScaledKVLayout
 from pagedcore_kernels.step_plan import StepPlan
 
 Float64Array = npt.NDArray[np.float64]
@@ -28,7 +28,7 @@ class ReferenceAttention:
     name = "reference"
     devices = ("cpu", "cuda")
     layout_type: type[BlockLayout] = KVLayout
-    int8_layout_type = Int8KVLayout
+    kv_cache_dtypes = ("int8", "e4m3")
 
     def __init__(self, layout: BlockLayout, pool: torch.Tensor) -> None:
         check_pool(layout, pool)
@@ -56,11 +56,11 @@ class ReferenceAttention:
             for a in (tokens, slots // self._layout.block_size, slots % self._layout.block_size)
         )
         keys, values = key[index], value[index]
-        if isinstance(self._layout, Int8KVLayout):
-            keys, self._layout.key_scales(self._pool, layer)[blocks, :, offsets] = quantize_int8(keys)
-            values, self._layout.value_scales(self._pool, layer)[blocks, :, offsets] = quantize_int8(values)
-        self._layout.key_view(self._pool, layer)[blocks, :, :, offsets] = keys
-        self._layout.value_view(self._pool, layer)[blocks, :, offsets] = values
+        if isinstance(self._layout, ScaledKVLayout):
+            keys, self._layout.key_scales(self._pool, layer)[blocks, :, offsets] = self._quantized(keys)
+            values, self._layout.value_scales(self._pool, layer)[blocks, :, offsets] = self._quantized(values)
+        self._stored_keys(layer)[blocks, :, :, offsets] = keys
+        self._stored_values(layer)[blocks, :, offsets] = values
 
     def attend(
         self,
@@ -92,13 +92,23 @@ class ReferenceAttention:
         length = int(plan.kv_lens[row])
         used = -(-length // self._layout.block_size)
         blocks = torch.from_numpy(plan.block_tables[row, :used].astype(np.int64)).to(self._pool.device)
-        key = self._layout.key_view(self._pool, layer)[blocks]
-        value = self._layout.value_view(self._pool, layer)[blocks]
-        if isinstance(self._layout, Int8KVLayout):
+        key, value = self._stored_keys(layer)[blocks], self._stored_values(layer)[blocks]
+        if isinstance(self._layout, ScaledKVLayout):
+            key, value = key.view(self._layout.dtype).float(), value.view(self._layout.dtype).float()
             key = key * self._layout.key_scales(self._pool, layer)[blocks].unsqueeze(2)
             value = value * self._layout.value_scales(self._pool, layer)[blocks].unsqueeze(3)
         key, value = key.permute(0, 3, 1, 2).flatten(0, 1), value.permute(0, 2, 1, 3).flatten(0, 1)
         return key[:length].float(), value[:length].float()
+
+    def _stored_keys(self, layer: int) -> torch.Tensor:
+        return _as_bytes(self._layout.key_view(self._pool, layer))
+
+    def _stored_values(self, layer: int) -> torch.Tensor:
+        return _as_bytes(self._layout.value_view(self._pool, layer))
+
+    def _quantized(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        values, scales = quantize_rows(rows, self._layout.dtype)
+        return _as_bytes(values), scales
 
     def _current_plan(self) -> StepPlan:
         if self._plan is None:
@@ -106,20 +116,31 @@ class ReferenceAttention:
         return self._plan
 
 
-def quantize_int8(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int8 [..., D] and float32 scales [...] of ``rows`` [..., D], each row by itself.
+def _as_bytes(stored: torch.Tensor) -> torch.Tensor:
+    """Return elements of 8 bits as int8: torch indexes no numbers of e4m3."""
+    return stored.view(torch.int8) if stored.dtype.itemsize == 1 else stored
 
-    A value is the nearest integer to ``row * (127 / largest)``, ties to even, and a scale ``largest / 127``, all in
-    float32. A row below 2**-100 becomes zeros, one with an infinity or a NaN has a scale of NaN.
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+"""The largest number of each format of 8 bits."""
+
+
+def quantize_rows(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return int8 or e4m3 [..., D] and float32 scales [...] of ``rows`` [..., D], each row by itself.
+
+    A value is the nearest number of the format to ``row * (most / largest)``, ties to even, and a scale ``largest /
+    most``, all in float32, with ``most`` of ``LARGEST``. A row below 2**-100 becomes zeros, one with an infinity or a
+    NaN zeros with a scale of NaN.
     """
     exact = rows.float()
     largest = exact.abs().amax(-1)
     is_used = largest.isfinite() & (largest >= 2.0**-100)
     # Why a tensor: of a number and a tensor torch multiplies by a reciprocal, which is rounded once more.
-    most = torch.full_like(largest, 127.0)
+    most = torch.full_like(largest, LARGEST[dtype])
     factor = torch.where(is_used, most / largest, 0.0)
     scale = torch.where(is_used, largest / most, torch.where(largest.isfinite(), 0.0, float("nan")))
-    return (exact * factor.unsqueeze(-1)).nan_to_num(0.0).round().to(torch.int8), scale
+    exact = (exact * factor.unsqueeze(-1)).nan_to_num(0.0)
+    return (exact.round() if dtype == torch.int8 else exact).to(dtype), scale
 
 
 def _attention(

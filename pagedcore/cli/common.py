@@ -22,7 +22,7 @@ ModelOption = Annotated[
     )
 ]
 DtypeOption = Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")]
-KVDtypeOption = Annotated[str | None, typer.Option(help="auto, which is that of the weights, or int8.")]
+KVDtypeOption = Annotated[str | None, typer.Option(help="auto, which is that of the weights, int8 or e4m3.")]
 QuantizationOption = Annotated[
     str | None, typer.Option(help=f"Weights of linear layers: none, {listed(SCHEMES)}.")
 ]

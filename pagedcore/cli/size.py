@@ -170,7 +170,7 @@ def size_model(
     sequences = concurrency if concurrency is not None else defaults.max_num_seqs
     # Why: a token budget in which every sequence can advance.
     config = EngineConfig(dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
-                          max_model_len=context, max_num_seqs=sequences,
+                          attention_backend=_attends(kv_cache_dtype), max_model_len=context, max_num_seqs=sequences,
                           max_num_batched_tokens=max(sequences, defaults.max_num_batched_tokens))
     given = parse_memory(memory, free_bytes=(free_bytes := free_memory_bytes()), what="memory")
     adapter_bytes = parse_memory(adapter_memory, free_bytes=free_bytes, what="adapter_memory") or 0
@@ -178,7 +178,7 @@ def size_model(
     draft_weights, draft_block = _sizes_of_draft_model(speculative_model, config, plan.layout.block_size, load)
     layout, layers, most = plan.layout, Counter(plan.layout.layers), free_bytes if given is None else given
     length, in_int8 = context_length(plan.max_model_len, config), _in_int8(layout)
-    of_token = _bytes_per_token(layout, is_int8=layout == in_int8)
+    of_token = _bytes_per_token(layout)
     num_blocks = sequences * (blocks_per_sequence := -(-length // layout.block_size))
     pair_bytes, num_tokens = layout.block_bytes + draft_block, num_blocks * layout.block_size
     num_states = num_useful_states(sequences, num_tokens, plan.state_bytes, pair_bytes // layout.block_size)
@@ -201,6 +201,11 @@ def size_model(
     )
 
 
+def _attends(kv_cache_dtype: str) -> str:
+    # Why the reference: what attends on a CPU has no e4m3, whose bytes are the same everywhere.
+    return "reference" if kv_cache_dtype == "e4m3" else "auto"
+
+
 def _fitting_blocks(left: int, pair_bytes: int, num_blocks: int) -> int:
     """Return the blocks that memory has room for which states leave; all wanted ones of a model without attention."""
     if not pair_bytes:
@@ -212,16 +217,16 @@ def _in_int8(layout: BlockLayout) -> BlockLayout | None:
     """Return the same with KV in int8; ``None``: there is no KV."""
     from torch import int8
 
-    from pagedcore_kernels.layout import Int8KVLayout
+    from pagedcore_kernels.layout import ScaledKVLayout
 
-    return Int8KVLayout(layout.block_size, int8, layout.layers, layout.model_dtype) if layout.layers else None
+    return ScaledKVLayout(layout.block_size, int8, layout.layers, layout.model_dtype) if layout.layers else None
 
 
-def _bytes_per_token(layout: BlockLayout, *, is_int8: bool) -> int:
-    """Return the bytes of K and V of a token over all layers; in int8 each head has a scale."""
-    from pagedcore_kernels.layout import SCALE_BYTES
+def _bytes_per_token(layout: BlockLayout) -> int:
+    """Return the bytes of K and V of a token over all layers; in 8 bits each head has a scale."""
+    from pagedcore_kernels.layout import SCALE_BYTES, ScaledKVLayout
 
-    scale_bytes = SCALE_BYTES if is_int8 else 0
+    scale_bytes = SCALE_BYTES if isinstance(layout, ScaledKVLayout) else 0
     return sum(layer.num_kv_heads * (size * layout.dtype.itemsize + scale_bytes)
                for layer in layout.layers for size in (layer.key_head_size, layer.value_head_size))
 
@@ -281,7 +286,7 @@ def _table(report: SizeReport, source: str) -> Table:
     """Return the figures; ``source`` says where the memory is from."""
     tokens = f"{report.context:,} tokens"
     title = f"{report.model}, {report.dtype}" + (f", {report.quantization}" if report.quantization != "none" else "")
-    title += ", KV in int8" if report.kv_cache_dtype == "int8" else ""
+    title += f", KV in {report.kv_cache_dtype}" if report.kv_cache_dtype != "auto" else ""
     table = Table("what", Column("bytes", justify="right"), "how", title=title, title_justify="left")
     for what, num_bytes, how in (
         ("KV of a token", report.bytes_per_token, _token_sum(report)),
@@ -316,11 +321,11 @@ def _token_sum(report: SizeReport) -> str:
     """Write the sum over the layers; 2 stands for K and V, where their heads have one size."""
     if not report.layers:
         return "no layer has K and V"
-    terms, is_int8 = [], report.kv_cache_dtype == "int8"
+    terms, is_scaled = [], report.kv_cache_dtype != "auto"
     for layer in report.layers:
-        sizes = [f"{layer[name]} + 4" if is_int8 else f"{layer[name]}" for name in ("key_head_size", "value_head_size")]
+        sizes = [f"{layer[name]}{' + 4' * is_scaled}" for name in ("key_head_size", "value_head_size")]
         heads = f"{layer['num_layers']} layers x {layer['num_kv_heads']} KV heads"
-        twice = f"2 x {heads} x ({sizes[0]})" if is_int8 else f"2 x {heads} x {sizes[0]}"
+        twice = f"2 x {heads} x ({sizes[0]})" if is_scaled else f"2 x {heads} x {sizes[0]}"
         terms.append(twice if sizes[0] == sizes[1] else f"{heads} x ({' + '.join(sizes)})")
     total = terms[0] if len(terms) == 1 else f"({' + '.join(terms)})"
-    return f"{total} bytes" if is_int8 else f"{total} x {4 if report.dtype == 'float32' else 2} bytes"
+    return f"{total} bytes" if is_scaled else f"{total} x {4 if report.dtype == 'float32' else 2} bytes"

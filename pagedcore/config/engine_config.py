@@ -51,7 +51,7 @@ _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
                              "auto", "cpu", "cuda", "cuda:0", "cuda:1", elsewhere={"gpu": "cuda", "nvidia": "cuda"}),
     "block_size": rules.COUNT.or_none(),
     "num_kv_blocks": rules.COUNT.or_none(),
-    "kv_cache_dtype": rules.one_of("auto", "int8"),
+    "kv_cache_dtype": rules.one_of("auto", "int8", "e4m3"),
     "max_model_len": rules.COUNT.or_none(),
     "max_num_seqs": rules.COUNT,
     "max_num_batched_tokens": rules.COUNT,
@@ -119,7 +119,8 @@ class EngineConfig:
     largest step was seen to take. Of models with recurrent layers, half of it at most is for states."""
     kv_cache_dtype: str = "auto"
     """Number format of KV: "auto" is that of the weights; "int8" keeps each token and head as int8 with a float32
-    scale for K and one for V, in little more than half the memory of bfloat16. KV of one is of no use to the other."""
+    scale for K and one for V, in little more than half the memory of bfloat16, in the same bytes on CPUs and GPUs;
+    "e4m3" does so in float8, on a GPU of compute capability 8.9. KV of one is of no use to the other."""
     max_model_len: int | None = None
     """Longest context in tokens, prompt and completion; ``None``: what the model was made for."""
     max_num_seqs: int = 32

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 from pagedcore.execution.machine import this_machine
-from pagedcore.protocols import DescribesItself, HasFingerprint, ModelBackend, ModelFingerprint
+from pagedcore.protocols import DescribesItself, HasFingerprint, KeepsStates, ModelBackend, ModelFingerprint
 
 _SAMPLE: Final = 512
 """Elements that are read at the beginning, in the middle and at the end of every tensor."""
@@ -65,28 +65,42 @@ def kv_format(backend: ModelBackend, block_size: int, mark: str = "") -> str:
 
     ``mark`` tells weights that were loaded later from all others, as their fingerprint is one of samples.
 
-    With other kernels, another processor or GPU, the same tokens may give other bits; they are computed again.
+    With other kernels, another processor or GPU, the same tokens may give other bits; they are computed again. But KV
+    of 8 bits means the same everywhere, and is near to what would be computed here: it is taken from any device.
     """
-    import torch
-
     from pagedcore._version import __version__
-    from pagedcore_kernels.cpu.attention.attend_pairs import form_of_attention
-    from pagedcore_kernels.cpu.matmul.packed import products_here
 
-    facts = description_of(backend)
+    layout = description_of(backend).layout(block_size)
     parts = [
-        type(backend).__name__, block_size, backend.kv_bytes_per_token, facts.attention_name, facts.linear_name,
-        facts.layout(block_size), __version__, torch.__version__, this_machine().instruction_sets, products_here(),
-        form_of_attention(),
+        type(backend).__name__, block_size, backend.kv_bytes_per_token, layout, __version__,
         # Safety: a signature of KV covers this digest. What the rest of a session's file says of its model anybody can
         # write there, and engines with other weights may have the same key.
         backend_fingerprint(backend),
     ]
-    if facts.device_name:
-        parts.append(facts.device_name)
+    if not _is_of_any_device(backend, layout):
+        parts += _how_it_is_computed(backend)
     if mark:
         parts.append(f"weights {mark}")
     return _digest([repr(part).encode() for part in parts])
+
+
+def _is_of_any_device(backend: ModelBackend, layout: object) -> bool:
+    from pagedcore_kernels.layout import ScaledKVLayout
+
+    # Why not with states: those are in the numbers of one device's kernels.
+    return isinstance(layout, ScaledKVLayout) and not (isinstance(backend, KeepsStates) and backend.state_bytes)
+
+
+def _how_it_is_computed(backend: ModelBackend) -> list[object]:
+    """Return what the bits of K and V depend on beside the model."""
+    import torch
+
+    from pagedcore_kernels.cpu.attention.attend_pairs import form_of_attention
+    from pagedcore_kernels.cpu.matmul.packed import products_here
+
+    facts = description_of(backend)
+    return [facts.attention_name, facts.linear_name, torch.__version__, this_machine().instruction_sets,
+            products_here(), form_of_attention(), facts.device_name]
 
 
 def schemes_of(model: Any) -> dict[str, str]:

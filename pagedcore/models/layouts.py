@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,12 +24,13 @@ from pagedcore.models.attention.layers import (
 from pagedcore.models.decoders.plain import call_model
 from pagedcore.models.families import model_facts, supported_models
 from pagedcore.models.families.llama_modules import ForCausalLM
-from pagedcore.protocols import AttentionFactory, AttentionRequirements, StoresInt8
-from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape
+from pagedcore.protocols import AttentionFactory, AttentionRequirements, StoresScaledKV
+from pagedcore_kernels.layout import BlockLayout, KVLayout, LayerShape, ScaledKVLayout
 from pagedcore_kernels.state_layout import StateLayout
 
 MakeLayout = Callable[[int, torch.dtype, tuple[LayerShape, ...]], BlockLayout]
 """``(block_size, dtype, shapes) -> layout``, of a model in ``dtype``."""
+_SCALED: Final = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}
 
 
 class _PlainRequirements:
@@ -53,13 +54,18 @@ def layout_maker(attention_factory: AttentionFactory, kv_cache_dtype: str) -> Ma
     """
     if kv_cache_dtype == "auto":
         return requirements_of(attention_factory).layout_type
-    if not isinstance(attention_factory, StoresInt8):
+    stored: tuple[str, ...] = ()
+    if isinstance(attention_factory, StoresScaledKV):
+        stored = attention_factory.kv_cache_dtypes
+    if kv_cache_dtype not in stored:
+        others = "".join(f" or {name!r}" for name in stored)
         raise InvalidConfig(
-            f"kv_cache_dtype: got {kv_cache_dtype!r}, which this attention backend does not store. Leave it at 'auto', "
-            "or set attention_backend='numba-cpu' on a CPU, or 'reference'."
+            f"kv_cache_dtype: got {kv_cache_dtype!r}, which this attention backend does not store. Leave it at 'auto'"
+            f"{others}, or set attention_backend: 'numba-cpu' stores int8 on a CPU, 'numba-cuda' on a GPU and "
+            "'reference' anywhere store int8 and e4m3."
         )
-    make = attention_factory.int8_layout_type
-    return lambda block_size, dtype, shapes: make(block_size, torch.int8, shapes, dtype)
+    dtype = _SCALED[kv_cache_dtype]
+    return lambda block_size, query_dtype, shapes: ScaledKVLayout(block_size, dtype, shapes, query_dtype)
 
 
 def redirect_attention(model: Any) -> tuple[dict[int, AttentionLayer], int, StateLayout | None]:

@@ -139,11 +139,11 @@ def test_kernels_are_built_into_a_directory(tmp_path: Path) -> None:
         pytest.skip("needs pagedcore[cuda] to compile kernels")
     for _ in range(2):
         where = ["--out", str(tmp_path / "built"), "--wheel"]
-        out = invoke("kernels", "build", "--arch", "sm_90", "--only", "copy", *where)
+        out = invoke("kernels", "build", "--arch", "sm_90", "--only", "norm-bf16-1", *where)
         assert "1 kernels in" in out
         assert f"pagedcore_cuda_kernels-{__version__}-py3-none-any.whl" in out
-    assert list(read_resource_table((tmp_path / "built" / RESOURCES_FILE).read_text())) == [("copy", "sm_90")]
-    assert [path.name.partition(".")[0] for path in (tmp_path / "built").glob("*.kernel")] == ["copy"]
+    assert list(read_resource_table((tmp_path / "built" / RESOURCES_FILE).read_text())) == [("norm-bf16-1", "sm_90")]
+    assert [path.name.partition(".")[0] for path in (tmp_path / "built").glob("*.kernel")] == ["norm-bf16-1"]
 
 
 def test_the_version_is_said() -> None:

@@ -137,6 +137,7 @@ def test_each_advice_makes_it_fit_and_one_more_would_not() -> None:
     assert again(report, memory=report.total_bytes).fits
     assert not again(report, memory=report.total_bytes - 1).fits
     assert again(report, kv_cache_dtype="int8").kv_bytes == report.int8_kv_bytes
+    assert len({again(report, kv_cache_dtype=name).bytes_per_token for name in ("int8", "e4m3")}) == 1
     assert again(report, kv_cache_dtype="int8").fits == ("kv_cache_dtype int8" in report.advice)
     for words in (f"num_kv_blocks={report.num_blocks_that_fit}", f"concurrency to {report.num_sequences_that_fit}",
                   f"context to {report.context_that_fits} tokens", "bfloat16", "of memory"):

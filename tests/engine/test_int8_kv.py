@@ -14,7 +14,7 @@ from pagedcore.errors import InvalidConfig
 from pagedcore.models.fingerprint import kv_format
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
-from pagedcore_kernels.layout import Int8KVLayout
+from pagedcore_kernels.layout import ScaledKVLayout
 from pagedcore_kernels.reference import ReferenceAttention
 from support.doubles import ToyBackend
 from support.families import VOCAB, tiny_model
@@ -102,33 +102,38 @@ def test_the_reference_keeps_int8_kv_too() -> None:
         with Engine.from_pretrained(model, attention_backend=name, num_kv_blocks=32, block_size=8, **INT8) as engine:
             outputs = engine.generate(prompts, SamplingParams(max_tokens=4, ignore_eos=True), show_progress=False)
             answers.append([output.outputs[0].token_ids for output in outputs])
-            assert isinstance(engine._runner.backend.layout(8), Int8KVLayout)  # type: ignore[attr-defined]
+            assert isinstance(engine._runner.backend.layout(8), ScaledKVLayout)  # type: ignore[attr-defined]
     assert answers[0] == answers[1]
     half = TransformersModel(tiny_model("llama", dtype=torch.float16), ReferenceAttention, **INT8)
     assert half.layout(16).model_dtype == torch.float16
 
 
 def test_kv_formats_of_int8_and_of_the_model_differ() -> None:
-    """What a session's files are compared by says in which numbers their KV is; it is the same for the same."""
+    """What a session's files are compared by says in which numbers their KV is; it is the same for the same, and with
+    int8 for what other kernels have computed."""
     formats = [
-        kv_format(TransformersModel(tiny_model("llama"), NumbaCpuAttention, kv_cache_dtype=name), 16)
-        for name in ("auto", "int8", "int8")
+        kv_format(TransformersModel(tiny_model("llama"), attention, kv_cache_dtype=name, attention_name=name_of), 16)
+        for attention, name_of, name in (
+            (NumbaCpuAttention, "numba-cpu", "auto"), (NumbaCpuAttention, "numba-cpu", "int8"),
+            (ReferenceAttention, "reference", "int8"), (ReferenceAttention, "reference", "e4m3"),
+            (ReferenceAttention, "reference", "auto"))
     ]
-    assert formats[0] != formats[1] == formats[2]
+    assert formats[1] == formats[2]
+    assert len(set(formats)) == 4
 
 
 def test_int8_kv_is_refused_where_nothing_stores_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backends of one's own, attention without int8, GPUs' attention: a typed refusal that names the setting and what
+    """Backends of one's own, attention without int8: a typed refusal that names the setting and what
     to use, before a model is loaded.
     """
     with pytest.raises(InvalidConfig, match=r"kv_cache_dtype: got .* backend of your own, which decides itself"):
         build_components(ToyBackend(), num_kv_blocks=4, **INT8)
     monkeypatch.setattr("pagedcore.models.checkpoints.pretrained.load_pretrained",
                         lambda *_, **__: pytest.fail("was loaded"))
-    monkeypatch.delattr("pagedcore_kernels.reference.ReferenceAttention.int8_layout_type")
+    monkeypatch.delattr("pagedcore_kernels.reference.ReferenceAttention.kv_cache_dtypes")
     for settings in ({"attention_backend": "reference"}, {"device": "cuda", "attention_backend": "queued"}):
         with virtual_gpus(), pytest.raises(
-            InvalidConfig, match=r"kv_cache_dtype: got 'int8', .*'auto'.*attention_backend='numba-cpu'"
+            InvalidConfig, match=r"kv_cache_dtype: got 'int8', .*'auto'.*'numba-cpu' stores int8 on a CPU"
         ):
             build_components("demo", plugins=[VirtualBackends()], **INT8, **settings)
 

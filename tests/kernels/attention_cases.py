@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from pagedcore.protocols import AttentionBackend, Int32Array, Int64Array
-from pagedcore_kernels.layout import Int8KVLayout, KVLayout, LayerShape
+from pagedcore_kernels.layout import KVLayout, LayerShape, ScaledKVLayout
 from pagedcore_kernels.reference import attention_float64
+from pagedcore_ptxsim.formats import f32_to_fp8, fp8_to_f32
 
 LAYER = 1
 """The layer under test; layer 0 is there so that offsets are not zero."""
@@ -74,7 +75,7 @@ class Shape:
         other = LayerShape(1, 24, 8)
         layers = (other, LayerShape(self.kv_heads, self.key_size, self.value_size), other)
         if self.is_int8:
-            return Int8KVLayout(self.block_size, torch.int8, layers, self.dtype)
+            return ScaledKVLayout(self.block_size, torch.int8, layers, self.dtype)
         return KVLayout(self.block_size, self.dtype, layers)
 
     def __str__(self) -> str:
@@ -135,12 +136,25 @@ def run(
     return backend.attend(LAYER, gather("query"), scale=shape.scale, **options)
 
 
-def rounded_to_int8(rows: torch.Tensor) -> np.ndarray[Any, Any]:
-    """What an int8 pool holds of rows [..., D] without infinities and NaN, in float64."""
+def in_8_bits(
+    rows: torch.Tensor, dtype: torch.dtype
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """What a pool of int8 or e4m3 has of rows [..., D] without infinities and NaN: bytes, scales [...], numbers."""
+    most = np.float32(127 if dtype == torch.int8 else 448)
     exact = rows.float().numpy()
     largest = np.abs(exact).max(-1, keepdims=True)
-    factor = np.where(largest > 0, np.float32(127) / np.maximum(largest, np.float32(1e-30)), np.float32(0))
-    return np.rint(exact * factor).astype(np.float64) * (largest / np.float32(127))
+    is_used = largest >= np.float32(2.0**-100)
+    factor = np.where(is_used, most / np.where(is_used, largest, np.float32(1)), np.float32(0))
+    scales = np.where(is_used, largest / most, np.float32(0))
+    divided = exact * factor
+    stored = np.rint(divided).astype(np.int8).view(np.uint8) if dtype == torch.int8 else f32_to_fp8(divided)
+    numbers = stored.view(np.int8).astype(np.float64) if dtype == torch.int8 else fp8_to_f32(stored).astype(np.float64)
+    return stored, scales[..., 0], numbers * scales
+
+
+def rounded_to_int8(rows: torch.Tensor) -> np.ndarray[Any, Any]:
+    """What an int8 pool holds of rows [..., D] without infinities and NaN, in float64."""
+    return in_8_bits(rows, torch.int8)[2]
 
 
 @dataclass

@@ -12,7 +12,7 @@ from kernels import edge_of_memory
 from kernels.attention_cases import LAYER, Rows, Shape, Tokens, nan_pool, random_tables, run
 from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
-from pagedcore_kernels.layout import Int8KVLayout, KVLayout, LayerShape, TokenMajorLayout
+from pagedcore_kernels.layout import KVLayout, LayerShape, ScaledKVLayout
 from pagedcore_kernels.reference import ReferenceAttention
 
 SHAPE = Shape(3, 1, 12, 8, 4, torch.bfloat16)
@@ -209,13 +209,13 @@ def test_pools_the_kernels_cannot_use_are_refused(block_size: int, dtype: torch.
 
 
 def test_models_whose_rows_the_kernels_cannot_read_are_refused_with_int8_too() -> None:
-    """An int8 pool of a float16 model, or one whose scales lie elsewhere, is an InvalidConfig before anything runs."""
+    """An int8 pool of a float16 model, or one of e4m3, is an InvalidConfig before anything runs."""
     for layout in (
-        Int8KVLayout(16, torch.int8, (LayerShape(1, 8, 8),), torch.float16),
-        TokenMajorLayout(16, torch.int8, (LayerShape(1, 8, 8),), torch.bfloat16),
+        ScaledKVLayout(16, torch.int8, (LayerShape(1, 8, 8),), torch.float16),
+        ScaledKVLayout(16, torch.float8_e4m3fn, (LayerShape(1, 8, 8),), torch.bfloat16),
     ):
         with pytest.raises(InvalidConfig, match="KV dtype"):
-            NumbaCpuAttention(layout, layout.allocate(2))  # type: ignore[arg-type]
+            NumbaCpuAttention(layout, layout.allocate(2))
 
 
 @pytest.mark.parametrize("make", BACKENDS)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedcore.errors import InvalidConfig
-from pagedcore_kernels.layout import ALIGNMENT, BlockLayout, Int8KVLayout, KVLayout, LayerShape
+from pagedcore_kernels.layout import ALIGNMENT, BlockLayout, KVLayout, LayerShape, ScaledKVLayout
 
 SHAPES = st.builds(LayerShape, st.integers(1, 5), st.integers(1, 70), st.integers(1, 70))
 LAYOUTS = st.builds(
@@ -20,7 +20,7 @@ LAYOUTS = st.builds(
     st.lists(SHAPES, min_size=1, max_size=4).map(tuple),
 )
 INT8_LAYOUTS = st.builds(
-    Int8KVLayout, st.sampled_from([1, 2, 3, 4, 8, 16, 32]), st.just(torch.int8),
+    ScaledKVLayout, st.sampled_from([1, 2, 3, 4, 8, 16, 32]), st.just(torch.int8),
     st.lists(SHAPES, min_size=1, max_size=4).map(tuple), st.sampled_from([torch.float32, torch.bfloat16]),
 )
 
@@ -63,7 +63,7 @@ def test_views_reach_every_element_once(layout: KVLayout) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(INT8_LAYOUTS)
-def test_int8_views_and_scales_reach_every_byte_once(layout: Int8KVLayout) -> None:
+def test_int8_views_and_scales_reach_every_byte_once(layout: ScaledKVLayout) -> None:
     """Filling elements and scales of all layers and blocks sets as many different bytes as they have."""
     pool = layout.allocate(3).zero_()
     num_bytes = 0
@@ -84,7 +84,7 @@ def test_int8_views_and_scales_reach_every_byte_once(layout: Int8KVLayout) -> No
 def test_a_token_in_int8_takes_little_more_than_half_of_bfloat16() -> None:
     """A head of 64 takes 64 bytes and a scale of 4: 1.88 times the blocks of bfloat16 fit, 3.76 those of float32."""
     layers = (LayerShape(2, 64, 64),) * 24
-    layout = Int8KVLayout(32, torch.int8, layers, torch.bfloat16)
+    layout = ScaledKVLayout(32, torch.int8, layers, torch.bfloat16)
     assert layout.bytes_per_token == 2 * 24 * 2 * (64 + 4)
     assert layout.block_bytes == 32 * layout.bytes_per_token
     assert KVLayout(32, torch.bfloat16, layers).block_bytes / layout.block_bytes == pytest.approx(128 / 68)
@@ -130,8 +130,8 @@ def test_a_model_without_attention_has_blocks_without_bytes() -> None:
     [
         (lambda: KVLayout(0, torch.float32, (LayerShape(1, 8, 8),)), "block_size"),
         (lambda: KVLayout(16, torch.int8, (LayerShape(1, 8, 8),)), "dtype"),
-        (lambda: Int8KVLayout(16, torch.bfloat16, (LayerShape(1, 8, 8),), torch.bfloat16), "dtype"),
-        (lambda: Int8KVLayout(16, torch.int8, (LayerShape(1, 8, 8),)), "query_dtype"),
+        (lambda: ScaledKVLayout(16, torch.bfloat16, (LayerShape(1, 8, 8),), torch.bfloat16), "dtype"),
+        (lambda: ScaledKVLayout(16, torch.int8, (LayerShape(1, 8, 8),)), "query_dtype"),
         (lambda: LayerShape(0, 8, 8), "num_kv_heads"),
         (lambda: LayerShape(1, 8, -1), "value_head_size"),
         (lambda: KVLayout(16, torch.float32, (LayerShape(1, 8, 8),)).allocate(0), "num_blocks"),

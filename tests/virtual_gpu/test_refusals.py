@@ -68,7 +68,7 @@ def test_kernels_that_do_not_load_are_refused_before_anything_is_read(
 ) -> None:
     """What a directory was compiled by decides, and not the compiler that is installed; where it fits, the model is
     looked for."""
-    prebuilt(tmp_path, *["copy"] * bool(made_by), made_by=made_by)
+    prebuilt(tmp_path, *["norm-bf16-1"] * bool(made_by), made_by=made_by)
     api = DriverApi(gpus, version)
     with patch("pagedcore_kernels.cuda.driver._bindings", lambda: api), pytest.raises(InvalidConfig, match=message):
         Engine.from_pretrained("no such model", device="cuda", cuda_kernels=str(tmp_path))
@@ -84,7 +84,7 @@ def test_kernels_that_were_compiled_ahead_are_taken(
     tmp_path: Path, gpus: Machine, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All that the directory has, without a compiler; what it lacks is compiled, and the log says so."""
-    names = ["decode-bf16-bf16-64-64", "prefill-bf16-bf16-64-64", "write-bf16-bf16-64-64"]
+    names = ["decode-bf16-bf16-64-64", "prefill-bf16-bf16-64-64"]
     api, layout = DriverApi(gpus), TokenMajorLayout(16, torch.bfloat16, (LayerShape(1, 64, 64),))
     factory, built = NumbaCudaAttention.with_kernels(prebuilt(tmp_path / "ahead", *names)), list[str]()
 
@@ -101,7 +101,7 @@ def test_kernels_that_were_compiled_ahead_are_taken(
         patch("pagedcore_kernels.cuda.build.library.default_cache_directory", lambda: tmp_path / "cache"),
     ):
         factory(layout, layout.allocate(2, "cuda"))
-    assert sorted(module.name for module in api.modules) == ["copy", *names]
-    assert built == ["copy"]
-    assert "compiling CUDA kernel copy for sm_90" in caplog.text
+    assert sorted(module.name for module in api.modules) == [*names, "rotate-bf16-bf16-halves"]
+    assert built == ["rotate-bf16-bf16-halves"]
+    assert "compiling CUDA kernel rotate-bf16-bf16-halves for sm_90" in caplog.text
     assert factory.devices == ("cuda",)

@@ -14,13 +14,12 @@ from typing import Final
 
 import torch
 
-from pagedcore_kernels.checks import check_pool
 from pagedcore_kernels.cuda.build.variants import ACTIVATIONS, gated_name, needed_capability, norm_name, rotate_name
 from pagedcore_kernels.cuda.driver import Driver
-from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
+from pagedcore_kernels.cuda.formats import FORMATS, check_kernel_layout, layer_views
 from pagedcore_kernels.cuda.shapes import GATED_VECTORS, NORM_VECTORS, ROW_THREADS, Format
 from pagedcore_kernels.errors import InternalError, InvalidConfig
-from pagedcore_kernels.layout import TokenMajorLayout
+from pagedcore_kernels.layout import BlockLayout
 
 _VECTOR: Final = 8
 """Elements of 16 bits in a vector."""
@@ -114,33 +113,25 @@ class RotaryEmbedding:
         driver: the GPU.
         rotary_size: elements of a head that turn, its first ones, a multiple of 16; ``None`` for all.
         interleaved: whether neighbours turn together, not the elements of two halves.
-        kv_scales: float32 [layers, 2, most KV heads] for pools of 8 bits, as for ``NumbaCudaAttention``.
 
     Raises:
         InvalidConfig: there is no kernel for these sizes, this GPU or these formats.
     """
 
     def __init__(
-        self, layout: TokenMajorLayout, pool: torch.Tensor, driver: Driver, *, rotary_size: int | None = None,
-        interleaved: bool = False, kv_scales: torch.Tensor | None = None,
+        self, layout: BlockLayout, pool: torch.Tensor, driver: Driver, *, rotary_size: int | None = None,
+        interleaved: bool = False,
     ) -> None:
-        check_pool(layout, pool)
-        if layout.block_size & (layout.block_size - 1):
-            raise InvalidConfig(f"block_size: got {layout.block_size}, allowed for CUDA kernels is a power of two.")
+        check_kernel_layout(layout, pool)
         stored = FORMATS.get(layout.dtype)
         if stored is None or driver.capability < needed_capability(stored):
             raise InvalidConfig(f"KV dtype: got {layout.dtype}, which this GPU cannot store. Choose another.")
-        if stored.itemsize == 2 and kv_scales is not None:
-            raise InvalidConfig(f"kv_scales: got some for a KV pool of {layout.dtype}; pools of 8 bits need them.")
         self._driver = driver
         self._layout = layout
         self._rotary_sizes = [_rotary_size(shape.key_head_size, rotary_size) for shape in layout.layers]
         if any(shape.key_head_size != shape.value_head_size for shape in layout.layers):
             raise InvalidConfig("head sizes: K and V differ, allowed for the fused rotary embedding is one size.")
-        layers = range(len(layout.layers))
-        self._keys = [layout.key_view(pool, layer).transpose(-1, -2) for layer in layers]
-        self._values = [layout.value_view(pool, layer) for layer in layers]
-        self._scales = layer_scales(layout, kv_scales, pool.device)
+        self._keys, self._values = layer_views(layout, pool)
         self._block_shift = layout.block_size.bit_length() - 1
         self._name = rotate_name(_storage(layout.model_dtype), stored, interleaved)
         driver.prepare(self._name)
@@ -181,9 +172,8 @@ class RotaryEmbedding:
         self._driver.launch(
             self._name, _ctas(num_tokens * (heads + 2 * shape.num_kv_heads) << group_shift, ROW_THREADS), (
                 query, key, value, positions, angles, query_norm, key_norm, slots, self._keys[layer],
-                self._values[layer], self._scales[layer], self._layout.block_bytes, num_tokens, *_steps(query),
-                *_steps(key), *_steps(value), heads, shape.num_kv_heads, size, rotary, group_shift, self._block_shift,
-                epsilon,
+                self._values[layer], self._layout.block_bytes, num_tokens, *_steps(query), *_steps(key),
+                *_steps(value), heads, shape.num_kv_heads, size, size, rotary, group_shift, self._block_shift, epsilon,
             ),
         )
 

@@ -30,13 +30,11 @@ LOG2_E: Final = 1.4426950408889634
 """A score in natural units times this is an exponent of 2."""
 
 ROW_THREADS: Final = 256
-"""Threads of a CTA of the kernels that work on rows of hidden states and on whole blocks."""
+"""Threads of a CTA of the kernels that work on rows of hidden states and of heads."""
 NORM_VECTORS: Final = (1, 2, 4, 8)
 """Vectors of 16 bytes that a thread of a norm can hold; one kernel is made for each."""
 GATED_VECTORS: Final = 2
 """Vectors of 16 bytes of the result that a thread of a gated activation computes."""
-SLICE_BYTES: Final = ROW_THREADS * 64
-"""Bytes of a block that one CTA of a copy, gather or scatter moves at once: four vectors per thread."""
 SAMPLE_THREADS: Final = 512
 SAMPLE_WARPS: Final = SAMPLE_THREADS // 32
 SAMPLE_ROW_BYTES: Final = 48
@@ -59,6 +57,10 @@ class Format(Enum):
     def itemsize(self) -> int:
         """Bytes per element."""
         return 2 if self in (Format.BF16, Format.F16) else 1
+
+
+LARGEST: Final = {Format.INT8: 127.0, Format.E4M3: 448.0}
+"""The largest number of each format with scales."""
 
 
 def most_shared_bytes(capability: tuple[int, int]) -> int:
@@ -101,9 +103,14 @@ class AttentionShape:
         return self.key_size * 2 + ROW_PADDING
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether elements have 8 bits and a token a scale; K then has a row for each element, not for each token."""
+        return self.pool.itemsize == 1
+
+    @property
     def key_row(self) -> int:
         """Bytes of a K row in shared memory."""
-        return self.key_size * self.pool.itemsize + ROW_PADDING
+        return (self.tile if self.is_scaled else self.key_size * 2) + ROW_PADDING
 
     @property
     def value_row(self) -> int:
@@ -111,8 +118,18 @@ class AttentionShape:
         return self.value_size * self.pool.itemsize + ROW_PADDING
 
     @property
+    def key_tile_bytes(self) -> int:
+        """Bytes of a tile of K in shared memory, with its scales."""
+        return self.key_size * self.key_row + self.tile * 4 if self.is_scaled else self.tile * self.key_row
+
+    @property
+    def value_tile_bytes(self) -> int:
+        """Bytes of a tile of V in shared memory, with its scales."""
+        return self.tile * (self.value_row + (4 if self.is_scaled else 0))
+
+    @property
     def key_steps(self) -> int:
-        """Steps of 32 bytes in a K row."""
+        """Steps of the product with K: 32 bytes of a token."""
         return self.key_size * self.pool.itemsize // 32
 
     @property
@@ -137,14 +154,14 @@ class AttentionShape:
 
     @property
     def decode_shared_bytes(self) -> int:
-        """Dynamic shared memory of decode: ring of tiles, query, maxima, weights, flag."""
-        ring = self.stages * self.tile * (self.key_row + self.value_row)
-        weights = DECODE_ROWS * (self.tile * 2 + ROW_PADDING)
+        """Dynamic shared memory of decode: ring of tiles, query, maxima, weights, sums of those with scales, flag."""
+        ring = self.stages * (self.key_tile_bytes + self.value_tile_bytes)
+        weights = DECODE_ROWS * (self.tile * 2 + ROW_PADDING + (self.tile if self.is_scaled else 0))
         return ring + DECODE_ROWS * self.query_row + WARPS * DECODE_ROWS * 4 + weights + 16
 
     def prefill_shared_bytes(self, rows: int = PREFILL_ROWS) -> int:
         """Dynamic shared memory of prefill: one tile, query, each thread's share of the total."""
-        tile = self.tile * (self.key_row + self.value_row)
+        tile = self.key_tile_bytes + self.value_tile_bytes
         return tile + rows * self.query_row + self.value_groups * self.floats_per_group * 4 * (rows * 2)
 
     def prefill_rows(self, most_shared: int) -> int:

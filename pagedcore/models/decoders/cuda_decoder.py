@@ -37,7 +37,6 @@ from pagedcore.models.linears.torch_products import TorchProduct
 from pagedcore.protocols import AttentionBackend
 from pagedcore_kernels.cuda.elementwise import GatedActivation, RmsNorm, RotaryEmbedding, can_compute
 from pagedcore_kernels.interface import LaunchesKernels
-from pagedcore_kernels.layout import TokenMajorLayout
 
 
 def best_cuda_decoder(model: Any, layers: Mapping[int, AttentionLayer], on_unused: OnUnused) -> Decoder:
@@ -99,7 +98,6 @@ class _Launches:
 
     def __init__(self, model: Any, layers: list[_Layer], known: Recognised, attention: LaunchesKernels) -> None:
         layout, driver, device = attention.layout, attention.driver, attention.pool.device
-        assert isinstance(layout, TokenMajorLayout)  # Invariant: what launches kernels on a GPU has such a pool
         norm = partial(_norm, known.family, driver)
         self.norms = [[norm(module) for module in layer.norms] for layer in layers]
         self.last_norm = norm(model.model.norm)

@@ -21,9 +21,9 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SHARED_BYTES = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376}
 """What a CTA can have on GPUs of each architecture, by NVIDIA's tables of compute capabilities."""
 REGISTERS_PER_SM = 65536
-FAST = [("decode-bf16-bf16-64-64", "sm_90"), ("prefill-bf16-bf16-64-64", "sm_90"), ("write-bf16-bf16-64-64", "sm_90"),
-        ("copy", "sm_80"), ("rotate-bf16-bf16-halves", "sm_90"), ("norm-bf16-1", "sm_90"), ("gated-bf16-silu", "sm_90"),
-        ("sample", "sm_90"), ("gather", "sm_90"), ("scatter", "sm_90")]
+FAST = [("decode-bf16-bf16-64-64", "sm_90"), ("prefill-bf16-bf16-64-64", "sm_90"), ("rotate-bf16-bf16-halves", "sm_90"),
+        ("decode-bf16-int8-64-64", "sm_90"), ("prefill-bf16-int8-64-64", "sm_90"), ("rotate-bf16-e4m3-halves", "sm_90"),
+        ("norm-bf16-1", "sm_90"), ("gated-bf16-silu", "sm_90"), ("sample", "sm_90")]
 EVERYTHING = [
     pytest.param(name, arch, marks=pytest.mark.kernels)
     for arch in ARCHITECTURES for name in shipped_names(parse_arch(arch)) if (name, arch) not in FAST
@@ -36,14 +36,10 @@ ATTENTION_ELSEWHERE = [
 WANTED = {
     "decode": ("mma.sync", "ldmatrix.sync", "cp.async.cg", "atom.acq_rel.gpu.global.inc", "ex2.approx"),
     "prefill": ("mma.sync", "ldmatrix.sync", "cp.async.cg", "ex2.approx"),
-    "write": ("ld.global.nc.v4.u32",),
-    "copy": ("ld.global.v4.u32", "st.global.v4.u32"),
     "rotate": ("ld.global.v4.u32", "ld.global.nc.v4.u32", "st.global.v4.u32"),
     "norm": ("ld.global.v4.u32", "ld.global.nc.v4.u32", "st.global.v4.u32", "sqrt.rn.f32"),
     "gated": ("ld.global.nc.v4.u32", "st.global.v4.u32", "ex2.approx"),
     "sample": ("ld.global.nc.v4.u32", "ld.shared.v4.u32", "redux.sync", "mul.hi.u64", "ex2.approx"),
-    "gather": ("ld.global.nc.v4.u32", "st.global.v4.u32"),
-    "scatter": ("ld.global.nc.v4.u32", "st.global.v4.u32"),
 }
 LINKER_OF_THE_TABLE = (13, 5)
 MORE_REGISTERS = 8

@@ -16,7 +16,7 @@ import pytest
 from kernels.cuda.simulated_gpu import SimulatedGpu
 from pagedcore_kernels.cuda.build.images import ImageStore, KernelImage
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
-from pagedcore_kernels.cuda.build.variants import COPY_NAME
+from pagedcore_kernels.cuda.build.variants import SAMPLE_NAME
 
 needs_compiler = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
 ATTRIBUTES = {"major": 9, "minor": 0, "sms": 132, "shared": 232448}
@@ -159,7 +159,7 @@ class HostApi:
 def test_the_gpus_calls_are_the_drivers(gpu: ModuleType, tmp_path: Path) -> None:
     """Memory, copies, events, launches and graphs use names that cuda-bindings has, and free what they took."""
     api = HostApi()
-    ImageStore(tmp_path).write(KernelImage(COPY_NAME, "sm_90", "entry", 256, 0, 32, {}, b"cubin"))
+    ImageStore(tmp_path).write(KernelImage(SAMPLE_NAME, "sm_90", "entry", 256, 0, 32, {}, b"cubin"))
     device = gpu.CudaDevice([tmp_path], api)
     assert device.describe()["gpu"] == "stub GPU"
     with device.memory():
@@ -170,8 +170,8 @@ def test_the_gpus_calls_are_the_drivers(gpu: ModuleType, tmp_path: Path) -> None
         device.zero(buffer)
         assert not device.download(buffer).any()
         assert np.array_equal(device.download(other)[:396].view(np.int32), numbers[1:])
-        device.prepare(COPY_NAME)
-        work = lambda: device.launch(COPY_NAME, 1, (buffer, other, None, 16, 1))  # noqa: E731
+        device.prepare(SAMPLE_NAME)
+        work = lambda: device.launch(SAMPLE_NAME, 1, (buffer, other, None, other, 1))  # noqa: E731
         assert device.time_ms(work, 3) == [0.5] * 3
         device.graph_of(work)()
     assert not api.memory

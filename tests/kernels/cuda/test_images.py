@@ -26,15 +26,15 @@ needs_compiler = pytest.mark.skipif(
 
 
 def image(arch: str = "sm_90", cubin: bytes = b"\x7fELF\n\0code") -> KernelImage:
-    return KernelImage("copy", arch, "entry", 256, 0, 32, toolchain.compiler_versions(), cubin)
+    return KernelImage("norm-bf16-1", arch, "entry", 256, 0, 32, toolchain.compiler_versions(), cubin)
 
 
 def test_an_image_survives_the_disk(tmp_path: Path) -> None:
     """What was written is what is read, newlines in the cubin included, and only for its name and architecture."""
     store = ImageStore(tmp_path / "new")
     path = store.write(image())
-    assert store.read("copy", "sm_90") == image()
-    assert store.read("copy", "sm_80") is None
+    assert store.read("norm-bf16-1", "sm_90") == image()
+    assert store.read("norm-bf16-1", "sm_80") is None
     assert store.read("decode", "sm_90") is None
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
@@ -49,7 +49,7 @@ def test_a_damaged_image_is_not_used(tmp_path: Path, damage: object) -> None:
     store = ImageStore(tmp_path)
     path = store.write(image())
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
-    assert store.read("copy", "sm_90") is None
+    assert store.read("norm-bf16-1", "sm_90") is None
 
 
 def test_an_image_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +57,7 @@ def test_an_image_of_other_sources_is_not_used(tmp_path: Path, monkeypatch: pyte
     store = ImageStore(tmp_path)
     store.write(image())
     monkeypatch.setattr(images, "source_digest", lambda: "0" * 16)
-    assert store.read("copy", "sm_90") is None
+    assert store.read("norm-bf16-1", "sm_90") is None
 
 
 def imported(path: Path, package: Path) -> set[Path]:
@@ -112,14 +112,14 @@ def test_a_directory_that_everybody_may_write_to_is_refused(tmp_path: Path) -> N
     ImageStore(tmp_path).write(image())
     os.chmod(tmp_path, 0o777)
     with pytest.raises(InvalidConfig, match="everybody may write"):
-        ImageStore(tmp_path).read("copy", "sm_90")
+        ImageStore(tmp_path).read("norm-bf16-1", "sm_90")
 
 
 def test_gpus_run_what_was_built_for_older_ones_of_their_generation(tmp_path: Path) -> None:
     """A prebuilt image for sm_80 serves sm_86, and one for sm_90 does not."""
     assert runs_on("sm_86")[:2] == ["sm_86", "sm_85"]
     ImageStore(tmp_path).write(image("sm_80"))
-    assert KernelLibrary([tmp_path], tmp_path / "cache").find("copy", "sm_86").arch == "sm_80"
+    assert KernelLibrary([tmp_path], tmp_path / "cache").find("norm-bf16-1", "sm_86").arch == "sm_80"
 
 
 def test_kernels_are_found_where_pip_has_put_their_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_kernels_are_found_where_pip_has_put_their_wheel(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(tmp_path / "site")
     found = installed_kernels()
     assert found is not None
-    assert KernelLibrary([found], tmp_path / "cache").find("copy", "sm_90") == image("sm_90")
+    assert KernelLibrary([found], tmp_path / "cache").find("norm-bf16-1", "sm_90") == image("sm_90")
     (metadata,) = (tmp_path / "site").glob("*/METADATA")
     assert "Requires-Dist: pagedcore==1.2.3\n" in metadata.read_text()
 
@@ -141,7 +141,7 @@ def test_without_a_compiler_the_error_says_what_to_do(tmp_path: Path, monkeypatc
     monkeypatch.setattr(library, "missing_compiler_parts", lambda: ["numba-cuda", "nvidia-nvvm"])
     message = r"numba-cuda, nvidia-nvvm.*pagedcore\[cuda\].*kernels build --arch sm_90"
     with pytest.raises(MissingDependency, match=message):
-        KernelLibrary(cache=tmp_path).find("copy", "sm_90")
+        KernelLibrary(cache=tmp_path).find("norm-bf16-1", "sm_90")
 
 
 def test_a_compiler_that_cannot_be_imported_is_told_from_one_that_is_missing(
@@ -170,14 +170,14 @@ def test_a_cache_of_other_tools_is_compiled_again(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(library, "build_image", build)
     monkeypatch.setattr(library, "missing_compiler_parts", list)
     found = KernelLibrary(cache=tmp_path)
-    assert found.find("copy", "sm_90") == found.find("copy", "sm_90")
-    assert built == ["copy"]
+    assert found.find("norm-bf16-1", "sm_90") == found.find("norm-bf16-1", "sm_90")
+    assert built == ["norm-bf16-1"]
     monkeypatch.setattr(library, "compiler_versions", lambda: {"numba-cuda": "9.9"})
-    found.find("copy", "sm_90")
-    assert built == ["copy", "copy"]
+    found.find("norm-bf16-1", "sm_90")
+    assert built == ["norm-bf16-1", "norm-bf16-1"]
     monkeypatch.setattr(library, "missing_compiler_parts", lambda: ["numba-cuda"])
-    found.find("copy", "sm_90")
-    assert built == ["copy", "copy"]
+    found.find("norm-bf16-1", "sm_90")
+    assert built == ["norm-bf16-1", "norm-bf16-1"]
 
 
 def test_an_old_linker_is_explained() -> None:
@@ -189,7 +189,8 @@ def test_an_old_linker_is_explained() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", ["nothing", "decode-bf16", "decode-bf16-f64-64-64", "copy-2", "write-bf16-bf16-a-b"])
+@pytest.mark.parametrize("name", [
+    "nothing", "decode-bf16", "decode-bf16-f64-64-64", "sample-2", "rotate-bf16-bf16-thirds"])
 def test_unknown_names_are_refused(name: str) -> None:
     """A name that stands for no kernel is an InvalidConfig."""
     with pytest.raises(InvalidConfig, match="kernel"):
@@ -200,7 +201,7 @@ def test_unknown_names_are_refused(name: str) -> None:
 def test_unknown_architectures_are_refused(arch: str, tmp_path: Path) -> None:
     """GPUs before sm_80 and names that are none are refused by name."""
     with pytest.raises(InvalidConfig, match="arch"):
-        KernelLibrary(cache=tmp_path).find("copy", arch)
+        KernelLibrary(cache=tmp_path).find("norm-bf16-1", arch)
 
 
 @needs_compiler

@@ -61,7 +61,7 @@ from pagedcore_kernels.cpu.simd import (
     store_float32,
     store_int64,
 )
-from pagedcore_kernels.layout import SCALE_BYTES, int8_head_bytes
+from pagedcore_kernels.layout import SCALE_BYTES, scaled_head_bytes
 
 COUNTER = ParameterBlock.COUNTER
 """Words of the parameter block, in the order ``ParameterBlock.fill`` takes them."""
@@ -178,7 +178,7 @@ def attention_kernel(variant: Variant) -> Kernel:
     num_ahead = 2 * grouped
     key_bytes, value_bytes = key_size * block_size * stored_bytes, padded * block_size * stored_bytes
     if is_int8:
-        key_bytes, value_bytes = (int8_head_bytes(number, block_size) for number in (key_bytes, value_bytes))
+        key_bytes, value_bytes = (scaled_head_bytes(number, block_size) for number in (key_bytes, value_bytes))
     key_scales, value_scales = (number - SCALE_BYTES * block_size for number in (key_bytes, value_bytes))
     scale_floats, tile_bytes = 2 * TILE if is_int8 else 1, TILE * 4
 

@@ -18,7 +18,7 @@ from pagedcore_kernels.cpu.runtime.recorded_calls import Resize
 from pagedcore_kernels.cpu.simd import LOG2_E
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.interface import RaggedRows
-from pagedcore_kernels.layout import Int8KVLayout, KVLayout
+from pagedcore_kernels.layout import KVLayout, ScaledKVLayout
 from pagedcore_kernels.step_plan import StepPlan
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -36,13 +36,15 @@ class NumbaCpuAttention:
     name = "numba-cpu"
     devices = ("cpu",)
     layout_type = KVLayout
-    int8_layout_type = Int8KVLayout
+    kv_cache_dtypes = ("int8",)
 
-    def __init__(self, layout: KVLayout | Int8KVLayout, pool: torch.Tensor) -> None:
+    def __init__(self, layout: KVLayout | ScaledKVLayout, pool: torch.Tensor) -> None:
         check_pool(layout, pool)
         if pool.device.type != "cpu":
             raise InvalidConfig(f"KV pool: on {pool.device}, allowed for {self.name} is cpu.")
-        self._is_int8 = isinstance(layout, Int8KVLayout)
+        self._is_int8 = isinstance(layout, ScaledKVLayout)
+        if self._is_int8 and layout.dtype != torch.int8:
+            raise InvalidConfig(f"KV dtype: got {layout.dtype}, allowed for {self.name} is int8.")
         dtype = layout.model_dtype if self._is_int8 else layout.dtype
         if dtype not in _DTYPES:
             raise InvalidConfig(
@@ -63,7 +65,7 @@ class NumbaCpuAttention:
         self._write_parameters = ParameterBlock(write_kv.NUM_ARGUMENTS)
 
     @property
-    def layout(self) -> KVLayout | Int8KVLayout:
+    def layout(self) -> KVLayout | ScaledKVLayout:
         """What the pool's bytes mean; see ``ShowsKVPool``."""
         return self._layout
 

@@ -38,7 +38,7 @@ from pagedcore_kernels.cpu.simd import (
     stack_floats,
     store,
 )
-from pagedcore_kernels.layout import SCALE_BYTES, int8_head_bytes
+from pagedcore_kernels.layout import SCALE_BYTES, scaled_head_bytes
 
 COUNTER = ParameterBlock.COUNTER
 """Words of the parameter block, in the order ``ParameterBlock.fill`` takes them."""
@@ -155,7 +155,7 @@ def write_kv_kernel(key_size: int, value_size: int, block_size: int, is_bf16: in
     key_bytes, value_bytes = key_size * block_size * item_size, value_row_bytes * block_size
     key_vectors, value_vectors = -(-key_size // LANES), -(-value_size // LANES)
     if is_int8:
-        key_bytes, value_bytes = (int8_head_bytes(number, block_size) for number in (key_bytes, value_bytes))
+        key_bytes, value_bytes = (scaled_head_bytes(number, block_size) for number in (key_bytes, value_bytes))
     key_scales, value_scales = (number - SCALE_BYTES * block_size for number in (key_bytes, value_bytes))
     row_floats = max(key_vectors, value_vectors) * LANES if is_int8 else 1
     scale_bytes, int8, float32 = SCALE_BYTES, AS_INT8, AS_FLOAT32

@@ -10,43 +10,38 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagedcore_kernels.checks import check_key_value, check_pool, check_query
-from pagedcore_kernels.cuda.attention.uploads import StepBuffer
+from pagedcore_kernels.checks import check_key_value, check_query
 from pagedcore_kernels.cuda.attention.work_lists import Visibility
 from pagedcore_kernels.cuda.build.library import KernelLibrary
 from pagedcore_kernels.cuda.build.toolchain import require_bindings
 from pagedcore_kernels.cuda.build.variants import (
-    COPY_NAME,
     attention_name,
     needed_capability,
     prefill_name,
+    rotate_name,
     supports,
-    write_name,
 )
 from pagedcore_kernels.cuda.build.wheel import installed_kernels
 from pagedcore_kernels.cuda.driver import Argument, CudaDriver, Driver, why_driver_too_old
-from pagedcore_kernels.cuda.formats import FORMATS, layer_scales
+from pagedcore_kernels.cuda.formats import FORMATS, check_kernel_layout, layer_views
 from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep, StepFrame
 from pagedcore_kernels.cuda.sampling import TokenSampler
-from pagedcore_kernels.cuda.shapes import LOG2_E, ROW_THREADS, SLICE_BYTES, AttentionShape
+from pagedcore_kernels.cuda.shapes import LOG2_E, ROW_THREADS, AttentionShape
 from pagedcore_kernels.errors import InternalError, InvalidConfig
-from pagedcore_kernels.interface import Int32Array, RaggedRows
-from pagedcore_kernels.layout import LayerShape, TokenMajorLayout
+from pagedcore_kernels.interface import RaggedRows
+from pagedcore_kernels.layout import LayerShape, ScaledKVLayout, TokenMajorLayout
 
 # Why: the plugin table finds out whether a backend can be had by importing it.
 require_bindings()
 
 _MODEL_FORMATS: Final = (torch.bfloat16, torch.float16)
-_COPY_CTAS: Final = 512
-"""CTAs of a copy, where there are so many slices; enough to fill any GPU."""
 
 
 class NumbaCudaAttention:
-    """``AttentionBackend`` for pools on a CUDA device: bfloat16, float16, and 8 bits with a scale per head.
+    """``AttentionBackend`` for pools on a CUDA device: bfloat16, float16, and those of 8 bits that CPUs have.
 
     A token's result is the same bits whatever else is in the batch, however its prompt was cut into chunks, wherever
     its blocks lie and however its context was split among CTAs; ``device/numerics.py`` says why.
@@ -54,7 +49,6 @@ class NumbaCudaAttention:
     Args:
         layout: of the pool.
         pool: uint8 [blocks, block_bytes] on the device.
-        kv_scales: float32 [layers, 2, most KV heads]; elements of an 8-bit pool times the scale are K and V.
         driver: the GPU; by default the one the pool is on.
 
     Raises:
@@ -66,17 +60,17 @@ class NumbaCudaAttention:
 
     name = "numba-cuda"
     layout_type = TokenMajorLayout
+    kv_cache_dtypes = ("int8", "e4m3")
     devices = ("cuda",)
     prebuilt: Path | None = None
     """The directory that kernels are taken from which are there; ``None``: that of an installed wheel, if there is one.
     Others are compiled."""
 
     def __init__(
-        self, layout: TokenMajorLayout, pool: torch.Tensor, *, kv_scales: torch.Tensor | None = None,
-        driver: Driver | None = None,
+        self, layout: TokenMajorLayout | ScaledKVLayout, pool: torch.Tensor, *, driver: Driver | None = None
     ) -> None:
-        check_pool(layout, pool)
-        _check_layout(layout)
+        check_kernel_layout(layout, pool)
+        _check_formats(layout)
         self._driver = driver or _driver_of(pool, self.prebuilt)
         if pool.device.type != self._driver.device.type:
             raise InvalidConfig(f"KV pool: on {pool.device}, allowed for {self.name} is {self._driver.device}.")
@@ -85,16 +79,15 @@ class NumbaCudaAttention:
         self._layout = layout
         self._check_gpu()
         self._pool = pool
-        self._keys = [layout.key_view(pool, layer).transpose(-1, -2) for layer in range(len(layout.layers))]
-        self._values = [layout.value_view(pool, layer) for layer in range(len(layout.layers))]
-        self._scales = layer_scales(layout, kv_scales, pool.device)
+        self._keys, self._values = layer_views(layout, pool)
+        self._write = rotate_name(self._query_format, self._pool_format, interleaved=False)
         self._block_shift = layout.block_size.bit_length() - 1
         self._step: SharedStep | None = None
         self._prefill: dict[LayerShape, tuple[str, int]] = {}
         self._plans = LayerPlans(layout, pool, min(map(self._prepare, set(layout.layers))))
 
     @property
-    def layout(self) -> TokenMajorLayout:
+    def layout(self) -> TokenMajorLayout | ScaledKVLayout:
         """What the pool's bytes mean."""
         return self._layout
 
@@ -114,8 +107,8 @@ class NumbaCudaAttention:
 
     @staticmethod
     def preferred_block_size(dtype: torch.dtype) -> int:
-        """Tokens per block if nothing else decides."""
-        return 16
+        """Tokens per block if nothing else decides: what CPUs prefer, so that sessions travel."""
+        return 32
 
     @classmethod
     def with_kernels(cls, directory: Path) -> type[NumbaCudaAttention]:
@@ -175,16 +168,17 @@ class NumbaCudaAttention:
         check_key_value(self._layout, layer, key, value, step.plan)
         shape = self._layout.layers[layer]
         key, value = _in_vectors(key), _in_vectors(value)
-        threads = step.plan.num_tokens * shape.num_kv_heads * (shape.key_head_size + shape.value_head_size) // 8
+        sizes = shape.key_head_size, shape.value_head_size
+        group_shift = (max(sizes) // 16 - 1).bit_length()
+        threads = step.plan.num_tokens * 2 * shape.num_kv_heads << group_shift
         if not threads:
             return
-        name = write_name(self._query_format, self._pool_format, shape.key_head_size, shape.value_head_size)
-        self._driver.launch(name, -(-threads // ROW_THREADS), (
-            key, value, self._keys[layer], self._values[layer], step.slots, self._scales[layer],
-            self._layout.block_bytes, step.plan.num_tokens,
+        self._driver.launch(self._write, -(-threads // ROW_THREADS), (
+            None, key, value, None, None, None, None, step.slots, self._keys[layer], self._values[layer],
+            self._layout.block_bytes, step.plan.num_tokens, 0, 0,
             key.stride(0) * key.itemsize, key.stride(1) * key.itemsize,
             value.stride(0) * value.itemsize, value.stride(1) * value.itemsize,
-            self._block_shift, shape.num_kv_heads,
+            0, shape.num_kv_heads, *sizes, 0, group_shift, self._block_shift, 0.0,
         ))
 
     def attend(
@@ -240,7 +234,7 @@ class NumbaCudaAttention:
         unit, cap_input = (softcap * LOG2_E, scale / softcap) if softcap > 0 else (scale * LOG2_E, 0.0)
         arguments: tuple[Argument, ...] = (
             query, self._keys[layer], self._values[layer], step.tables, None, step.rows, output, self._plans.partials,
-            self._plans.counters, _floats(slopes), _floats(sinks), self._scales[layer], self._layout.block_bytes,
+            self._plans.counters, _floats(slopes), _floats(sinks), self._layout.block_bytes,
             query.stride(0) * query.itemsize, query.stride(1) * query.itemsize, self._block_shift, shape.num_kv_heads,
             visibility.group, visibility.window, visibility.chunk, unit, cap_input,
         )
@@ -249,41 +243,13 @@ class NumbaCudaAttention:
             name, ctas = self._prefill[shape] if family == "prefill" else (attention_name(family, kernel), 1)
             self._driver.launch(name, count * shape.num_kv_heads * ctas, (*arguments[:4], items, *arguments[5:]))
 
-    def copy_blocks(
-        self, pairs: npt.ArrayLike, source: torch.Tensor | None = None, target: torch.Tensor | None = None
-    ) -> None:
-        """Copy whole blocks on the device, in stream order.
-
-        Args:
-            pairs: [N, 2] of block numbers, from and to; no block is written twice or both read and written.
-            source: uint8 [blocks, block_bytes] read from; by default the pool. Pinned host memory makes this a gather.
-            target: likewise, written to.
-
-        Raises:
-            InternalError: a number is out of range, or the pairs depend on each other's order.
-        """
-        source, target = (self._pool if pool is None else pool for pool in (source, target))
-        check_pool(self._layout, source)
-        check_pool(self._layout, target)
-        numbers = np.ascontiguousarray(pairs, np.int32).reshape(-1, 2)
-        _check_pairs(numbers, source, target)
-        if not len(numbers):
-            return
-        self._driver.begin_step()
-        (on_device,) = StepBuffer(self._pool.device).upload([numbers])
-        slices = max(1, min(_COPY_CTAS // len(numbers), self._layout.block_bytes // SLICE_BYTES))
-        self._driver.launch(
-            COPY_NAME, len(numbers) * slices, (source, target, on_device, self._layout.block_bytes, slices)
-        )
-
     def _prepare(self, shape: LayerShape) -> int:
         """Load the kernels of a layer; return how many CTAs of its decode kernel run at once."""
         sizes = shape.key_head_size, shape.value_head_size
         attention = AttentionShape(*sizes, self._query_format, self._pool_format)
         decode = attention_name("decode", attention)
         self._prefill[shape] = prefill_name(attention, self._driver.most_shared_bytes)
-        for kernel in (decode, self._prefill[shape][0],
-                       write_name(self._query_format, self._pool_format, *sizes), COPY_NAME):
+        for kernel in (decode, self._prefill[shape][0], self._write):
             self._driver.prepare(kernel)
         return self._driver.num_ctas(decode)
 
@@ -316,20 +282,13 @@ def _driver_of(pool: torch.Tensor, prebuilt: Path | None) -> Driver:
     return CudaDriver(pool.device, KernelLibrary([] if directory is None else [directory]))
 
 
-def _check_layout(layout: TokenMajorLayout) -> None:
+def _check_formats(layout: TokenMajorLayout | ScaledKVLayout) -> None:
     name = NumbaCudaAttention.name
-    if not isinstance(layout, TokenMajorLayout):
-        raise InvalidConfig(f"KV layout: got {type(layout).__name__}, allowed for {name} is TokenMajorLayout.")
     if layout.dtype not in FORMATS or layout.model_dtype not in _MODEL_FORMATS:
         raise InvalidConfig(
-            f"KV dtype: got {layout.dtype} for a model in {layout.model_dtype}, allowed for {name} are bfloat16 and "
-            "float16, and pools of float8_e4m3fn and int8. Load the model in bfloat16."
+            f"KV dtype: got {layout.dtype} for a model in {layout.model_dtype}, allowed for {name} are models in "
+            "bfloat16 and float16. Load the model in bfloat16."
         )
-    if layout.dtype.itemsize == 2 and layout.dtype != layout.model_dtype:
-        raise InvalidConfig(f"KV dtype: got {layout.dtype} for a model in {layout.model_dtype}, allowed is the same.")
-    size = layout.block_size
-    if size & (size - 1):
-        raise InvalidConfig(f"block_size: got {size}, allowed for {name} is a power of two.")
     for shape in layout.layers:
         if not supports(FORMATS[layout.dtype], shape.key_head_size, shape.value_head_size):
             raise InvalidConfig(
@@ -352,17 +311,6 @@ def _in_vectors(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy, with every row of elements at a multiple of 16 bytes."""
     apart = (tensor.stride(0) | tensor.stride(1)) * tensor.itemsize | tensor.data_ptr()
     return tensor if apart % 16 == 0 and tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _check_pairs(pairs: Int32Array, source: torch.Tensor, target: torch.Tensor) -> None:
-    for numbers, pool, what in ((pairs[:, 0], source, "from"), (pairs[:, 1], target, "to")):
-        if len(numbers) and (numbers.min() < 0 or numbers.max() >= len(pool)):
-            raise InternalError(
-                f"block copies: {what} blocks {numbers.min()} to {numbers.max()}, expected 0 to {len(pool) - 1}."
-            )
-    written = np.unique(pairs[:, 1])
-    if len(written) < len(pairs) or (source is target and np.isin(pairs[:, 0], written).any()):
-        raise InternalError("block copies: a block is written twice, or read and written; expected independent pairs.")
 
 
 def _floats(tensor: torch.Tensor | None) -> torch.Tensor | None:

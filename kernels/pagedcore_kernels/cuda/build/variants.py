@@ -25,16 +25,13 @@ from pagedcore_kernels.cuda.shapes import (
 )
 from pagedcore_kernels.errors import InvalidConfig
 
-ATTENTION_PARAMETERS: Final = "QQQQQQQQQQQQQIIiiiiiff"
-"""Letters of ``struct``: 12 addresses, the bytes from block to block, and the sizes that ``device/decode.py`` names."""
-WRITE_PARAMETERS: Final = "QQQQQQQIIIIIii"
-COPY_PARAMETERS: Final = "QQQQI"
-ROTATE_PARAMETERS: Final = "QQQQQQQQQQQQIIIIIIIIIIIIIf"
-"""11 addresses, the bytes from block to block, and the sizes that ``device/rotate.py`` names."""
+ATTENTION_PARAMETERS: Final = "QQQQQQQQQQQQIIiiiiiff"
+"""Letters of ``struct``: 11 addresses, the bytes from block to block, and the sizes that ``device/decode.py`` names."""
+ROTATE_PARAMETERS: Final = "QQQQQQQQQQQIIIIIIIIIIIIIIf"
+"""10 addresses, the bytes from block to block, and the sizes that ``device/rotate.py`` names."""
 NORM_PARAMETERS: Final = "QQQQif"
 GATED_PARAMETERS: Final = "QQII"
 SAMPLE_PARAMETERS: Final = "QQQQi"
-STAGING_PARAMETERS: Final = "QQQQII"
 
 HEAD_SIZES: Final = (64, 80, 96, 128, 256)
 """Head sizes that are built ahead and tested; others are compiled when a model needs them."""
@@ -63,11 +60,6 @@ def prefill_name(shape: AttentionShape, most_shared: int) -> tuple[str, int]:
     return attention_name("prefill" if rows == PREFILL_ROWS else f"prefill{rows}", shape), PREFILL_ROWS // rows
 
 
-def write_name(source: Format, pool: Format, key_size: int, value_size: int) -> str:
-    """The name of the kernel that stores K and V of these formats and head sizes."""
-    return f"write-{source.value}-{pool.value}-{key_size}-{value_size}"
-
-
 def rotate_name(source: Format, pool: Format, interleaved: bool) -> str:
     """The name of the kernel that turns queries and keys and stores K and V."""
     return f"rotate-{source.value}-{pool.value}-{'interleaved' if interleaved else 'halves'}"
@@ -91,10 +83,7 @@ def gated_name(storage: Format, activation: str) -> str:
     return f"gated-{storage.value}-{activation}"
 
 
-COPY_NAME: Final = "copy"
 SAMPLE_NAME: Final = "sample"
-GATHER_NAME: Final = "gather"
-SCATTER_NAME: Final = "scatter"
 ACTIVATIONS: Final = ("silu", "gelu_tanh")
 
 
@@ -120,18 +109,18 @@ def parameters_of(name: str) -> str:
 
 def shipped_names(capability: tuple[int, int]) -> list[str]:
     """Every kernel that ``pagedcore kernels build`` makes for GPUs of a compute capability, in a stable order."""
-    names = [COPY_NAME, GATHER_NAME, SCATTER_NAME, SAMPLE_NAME]
+    names = [SAMPLE_NAME]
     for query in (Format.BF16, Format.F16):
         names += [f"norm-{query.value}-{vectors}" for vectors in NORM_VECTORS]
         names += [gated_name(query, activation) for activation in ACTIVATIONS]
-        for pool in (query, Format.E4M3, Format.INT8):
+        # Why not with float16: models are loaded in bfloat16, and what else is needed is compiled then.
+        for pool in (query, Format.E4M3, Format.INT8) if query is Format.BF16 else (query,):
             if capability >= needed_capability(pool):
                 names += [rotate_name(query, pool, interleaved) for interleaved in (False, True)]
             for size in HEAD_SIZES:
                 if supports(pool, size, size) and capability >= needed_capability(pool):
                     shape = AttentionShape(size, size, query, pool)
                     names += [attention_name("decode", shape), prefill_name(shape, most_shared_bytes(capability))[0]]
-                    names.append(write_name(query, pool, size, size))
     return names
 
 
@@ -163,21 +152,6 @@ def _make_prefill(details: Sequence[str], rows: int = PREFILL_ROWS) -> Source:
 
     shape = _attention_shape(details)
     return Source(prefill_kernel(shape, rows), ATTENTION_PARAMETERS, 2 * rows, shape.prefill_shared_bytes(rows), 2)
-
-
-def _make_write(details: Sequence[str]) -> Source:
-    from pagedcore_kernels.cuda.device.write_kv import write_kernel
-
-    source, pool, key_size, value_size = details
-    kernel = write_kernel(Format(source), Format(pool), int(key_size), int(value_size))
-    return Source(kernel, WRITE_PARAMETERS, ROW_THREADS, 0, 1)
-
-
-def _make_copy(details: Sequence[str]) -> Source:
-    from pagedcore_kernels.cuda.device.copy_blocks import copy_blocks
-
-    () = details
-    return Source(copy_blocks, COPY_PARAMETERS, ROW_THREADS, 0, 1)
 
 
 def _make_rotate(details: Sequence[str]) -> Source:
@@ -212,29 +186,12 @@ def _make_sample(details: Sequence[str]) -> Source:
     return Source(sample_kernel(), SAMPLE_PARAMETERS, SAMPLE_THREADS, SAMPLE_SHARED_BYTES, 1)
 
 
-def _make_gather(details: Sequence[str]) -> Source:
-    from pagedcore_kernels.cuda.device.staging import staging_kernel
-
-    () = details
-    return Source(staging_kernel(True), STAGING_PARAMETERS, ROW_THREADS, 0, 1)
-
-
-def _make_scatter(details: Sequence[str]) -> Source:
-    from pagedcore_kernels.cuda.device.staging import staging_kernel
-
-    () = details
-    return Source(staging_kernel(False), STAGING_PARAMETERS, ROW_THREADS, 0, 1)
-
-
 _MAKERS: Final[dict[str, Callable[[Sequence[str]], Source]]] = {
     "decode": _make_decode, "prefill": _make_prefill,
-    f"prefill{HALF_PREFILL}": partial(_make_prefill, rows=HALF_PREFILL), "write": _make_write, "copy": _make_copy,
+    f"prefill{HALF_PREFILL}": partial(_make_prefill, rows=HALF_PREFILL), 
     "rotate": _make_rotate, "norm": _make_norm, "gated": _make_gated, "sample": _make_sample,
-    "gather": _make_gather, "scatter": _make_scatter,
 }
 _PARAMETERS: Final = {
     "decode": ATTENTION_PARAMETERS, "prefill": ATTENTION_PARAMETERS, f"prefill{HALF_PREFILL}": ATTENTION_PARAMETERS,
-    "write": WRITE_PARAMETERS, "copy": COPY_PARAMETERS,
     "rotate": ROTATE_PARAMETERS, "norm": NORM_PARAMETERS, "gated": GATED_PARAMETERS, "sample": SAMPLE_PARAMETERS,
-    "gather": STAGING_PARAMETERS, "scatter": STAGING_PARAMETERS,
 }

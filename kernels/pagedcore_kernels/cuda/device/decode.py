@@ -29,7 +29,11 @@ def decode_kernel(shape: AttentionShape) -> Any:
     fn = tile_functions(shape)
     load_keys, load_values, stage_query, load_query = fn.load_keys, fn.load_values, fn.stage_query, fn.load_query
     score_step, value_step, pack = fn.score_step, fn.value_step, fn.pack
-    low_weight, high_weight = fn.low_weight, fn.high_weight
+    low_weight, high_weight, scale_scores, weigh_values = (
+        fn.low_weight, fn.high_weight, fn.scale_scores, fn.weigh_values
+    )
+    key_lane, value_row, key_of = fn.key_lane, fn.value_row, fn.key_of
+    QUAD_KEYS, KEY_STEP, KEY_BLOCK = fn.quad_keys, fn.key_step, fn.key_block
     out = result_functions(shape, fn)
     result_address, partial_address, store_result, store_partial, merge = (
         out.result_address, out.partial_address, out.store_result, out.store_partial, out.merge
@@ -46,15 +50,20 @@ def decode_kernel(shape: AttentionShape) -> Any:
     UNEVEN = GROUPS % WARPS != 0
     FLOATS = shape.floats_per_group
     OUT = MY_GROUPS * FLOATS
-    NARROW = shape.pool.itemsize == 1
-    KEY_TILE = TILE * KROW
-    STAGE = KEY_TILE + TILE * VROW
+    SCALED = shape.is_scaled
+    KEY_HEAD = shape.key_size * shape.pool.itemsize + (4 if SCALED else 0)
+    VALUE_HEAD = shape.value_size * shape.pool.itemsize + (4 if SCALED else 0)
+    KEY_TILE = shape.key_tile_bytes
+    STAGE = KEY_TILE + shape.value_tile_bytes
+    KEY_SCALES = shape.key_size * KROW
+    VALUE_SCALES = KEY_TILE + TILE * VROW
     Q_AT = STAGES * STAGE
     MAX_AT = Q_AT + ROWS * QROW
     P_AT = MAX_AT + WARPS * ROWS * 4
-    FLAG_AT = P_AT + ROWS * PROW
+    SUM_AT = P_AT + ROWS * PROW
+    FLAG_AT = SUM_AT + (ROWS * TILE if SCALED else 0)
 
-    def decode(query, keys, values, tables, work, rows_info, output, partials, counters, slopes, sinks, scales,
+    def decode(query, keys, values, tables, work, rows_info, output, partials, counters, slopes, sinks,
                block_stride, query_token, query_head, block_shift, kv_heads, group, window, chunk,
                unit, cap_input):
         base = ptx.shared_address(cuda.shared.array(0, dtype=np.uint8))
@@ -91,8 +100,8 @@ def decode_kernel(shape: AttentionShape) -> Any:
         j = i32(max(begin, i32(segment0 * SEGMENT)))
         end = i32(min(i32(last_position + 1), i32(segment1 * SEGMENT)))
         table = tables + u64(u32(info[3])) * u64(4)
-        k_head = keys + u64(u32(head << block_shift)) * u64(KROW - PADDING)
-        v_head = values + u64(u32(head << block_shift)) * u64(VROW - PADDING)
+        k_head = keys + u64(u32(head << block_shift)) * u64(KEY_HEAD)
+        v_head = values + u64(u32(head << block_shift)) * u64(VALUE_HEAD)
 
         stage_query(base + u32(Q_AT), query + u64(q_start) * u64(query_token)
                     + u64(u32(head * group)) * u64(query_head), query_token, query_head, row0, ROWS, all_rows, group, t)
@@ -112,14 +121,6 @@ def decode_kernel(shape: AttentionShape) -> Any:
         position_b = i32(past + i32(u32(packed_b) // u32(group)))
         visible_a = num.first_visible(position_a, window, chunk)
         visible_b = num.first_visible(position_b, window, chunk)
-        value_scale = f32(1)
-        if NARROW:
-            key_scale = ptx.ldgf32(scales + u64(u32(head)) * u64(4))
-            value_scale = ptx.ldgf32(scales + u64(u32(kv_heads + head)) * u64(4))
-            if cap_input > f32(0):
-                cap_input = ptx.fmul(cap_input, key_scale)
-            else:
-                unit = ptx.fmul(unit, key_scale)
         slope_a, slope_b = f32(0), f32(0)
         if slopes != u64(0):
             per_unit = ptx.fmul(f32(LOG2_E), ptx.rcp(unit))
@@ -141,8 +142,12 @@ def decode_kernel(shape: AttentionShape) -> Any:
         sum_a, sum_b = f32(0), f32(0)
         total_max_a, total_max_b = f32(MASKED), f32(MASKED)
         total_sum_a, total_sum_b = f32(0), f32(0)
-        k_lane = u32(((lane & 7) + ((lane >> 4) << 3) + warp * 16) * KROW + ((lane >> 3) & 1) * 16)
-        v_lane = u32(KEY_TILE + (lane & 15) * VROW + (lane >> 4) * 16 + warp * 32)
+        k_lane = u32(key_lane(lane) + warp * KEY_BLOCK)
+        v_lane = u32(KEY_TILE + value_row(lane) * VROW + (lane >> 4) * 16 + warp * 32)
+        my_scales = u32(warp * 64 + (lane & 3) * 16)  # of the four keys of this thread
+        sum_store = base + u32(SUM_AT + ((warp * ROWS + row_a) * 4 + (lane & 3)) * 4)
+        sum_load = base + u32(SUM_AT + (row_a * 4 + (lane & 3)) * 4)
+        is_late = (lane & 2) != 0
         p_store = base + u32(P_AT + row_a * PROW + warp * 32 + (lane & 3) * 4)
         p_lane = base + u32(P_AT + (lane & 15) * PROW + (lane >> 4) * 16)
         max_at = base + u32(MAX_AT)
@@ -171,19 +176,21 @@ def decode_kernel(shape: AttentionShape) -> Any:
             peak_b = f32(MASKED)
             if warp < COLUMN_WARPS:
                 for step in range(STEPS):
-                    score_step(tile + k_lane + u32(step * 32), q, step * WORDS, s, 0)
+                    score_step(tile + k_lane + u32(step * KEY_STEP), q, step * WORDS, s, 0)
+                if SCALED:
+                    scale_scores(tile + u32(KEY_SCALES) + my_scales, s, 0)
                 if cap_input > f32(0):
                     for i in range(8):
                         s[i] = num.capped(s[i], cap_input)
-                key = i32(j + warp * 16 + (lane & 3) * 2)
+                key = i32(j + warp * 16 + (lane & 3) * QUAD_KEYS)
                 if slopes != u64(0):
                     for i in range(8):
-                        at = i32(key + ((i >> 2) * 8 + (i & 1)))
+                        at = i32(key + key_of(i))
                         s[i] = num.biased(s[i], slope_a if (i & 2) == 0 else slope_b, at,
                                           position_a if (i & 2) == 0 else position_b)
                 if i32(j + TILE - 1) > first_position or j < all_visible_from:
                     for i in range(8):
-                        at = i32(key + ((i >> 2) * 8 + (i & 1)))
+                        at = i32(key + key_of(i))
                         s[i] = num.masked(s[i], at, position_a if (i & 2) == 0 else position_b,
                                           visible_a if (i & 2) == 0 else visible_b)
                 peak_a = num.max_of_quad(ptx.fmax(ptx.fmax(s[0], s[1]), ptx.fmax(s[4], s[5])))
@@ -204,11 +211,25 @@ def decode_kernel(shape: AttentionShape) -> Any:
             if warp < COLUMN_WARPS:
                 shift_a = num.exponent_shift(max_a, unit)
                 shift_b = num.exponent_shift(max_b, unit)
-                for h in range(2):
-                    ptx.sts32(p_store + u32(h * 16), pack(num.weight(s[h * 4], unit, shift_a),
-                                                          num.weight(s[h * 4 + 1], unit, shift_a)))
-                    ptx.sts32(p_store + u32(8 * PROW + h * 16), pack(num.weight(s[h * 4 + 2], unit, shift_b),
-                                                                     num.weight(s[h * 4 + 3], unit, shift_b)))
+                if SCALED:
+                    v = ptx.lds128(tile + u32(VALUE_SCALES) + my_scales)
+                    a0, a2 = num.weight(s[0], unit, shift_a), num.weight(s[1], unit, shift_a)
+                    b0, b2 = num.weight(s[2], unit, shift_b), num.weight(s[3], unit, shift_b)
+                    a1, a3 = num.weight(s[4], unit, shift_a), num.weight(s[5], unit, shift_a)
+                    b1, b3 = num.weight(s[6], unit, shift_b), num.weight(s[7], unit, shift_b)
+                    ptx.stsf32(sum_store, num.sum_of_four(a0, a1, a2, a3))
+                    ptx.stsf32(sum_store + u32(8 * 16), num.sum_of_four(b0, b1, b2, b3))
+                    of_a, of_b = weigh_values(v, a0, a1, a2, a3, is_late), weigh_values(v, b0, b1, b2, b3, is_late)
+                    ptx.sts32(p_store, of_a[0])
+                    ptx.sts32(p_store + u32(16), of_a[1])
+                    ptx.sts32(p_store + u32(8 * PROW), of_b[0])
+                    ptx.sts32(p_store + u32(8 * PROW + 16), of_b[1])
+                else:
+                    for h in range(2):
+                        ptx.sts32(p_store + u32(h * 16), pack(num.weight(s[h * 4], unit, shift_a),
+                                                              num.weight(s[h * 4 + 1], unit, shift_a)))
+                        ptx.sts32(p_store + u32(8 * PROW + h * 16), pack(num.weight(s[h * 4 + 2], unit, shift_b),
+                                                                         num.weight(s[h * 4 + 3], unit, shift_b)))
             cuda.syncthreads()                        # all weights are here
 
             # All weights times this warp's columns of V.
@@ -221,10 +242,14 @@ def decode_kernel(shape: AttentionShape) -> Any:
             tile_b = f32(0)
             for step in range(PV_STEPS):
                 p = ptx.ldmatrix_x4(p_lane + u32(step * 32))
-                tile_a = ptx.fadd(tile_a, ptx.fadd(ptx.fadd(low_weight(p[0]), high_weight(p[0])),
-                                                   ptx.fadd(low_weight(p[2]), high_weight(p[2]))))
-                tile_b = ptx.fadd(tile_b, ptx.fadd(ptx.fadd(low_weight(p[1]), high_weight(p[1])),
-                                                   ptx.fadd(low_weight(p[3]), high_weight(p[3]))))
+                if SCALED:
+                    tile_a = ptx.fadd(tile_a, ptx.ldsf32(sum_load + u32(step * ROWS * 16)))
+                    tile_b = ptx.fadd(tile_b, ptx.ldsf32(sum_load + u32((step * ROWS + 8) * 16)))
+                else:
+                    tile_a = ptx.fadd(tile_a, num.sum_of_four(low_weight(p[0]), high_weight(p[0]),
+                                                              low_weight(p[2]), high_weight(p[2])))
+                    tile_b = ptx.fadd(tile_b, num.sum_of_four(low_weight(p[1]), high_weight(p[1]),
+                                                              low_weight(p[3]), high_weight(p[3])))
                 for g in range(MY_GROUPS):
                     if not UNEVEN or warp + g * WARPS < GROUPS:
                         value_step(tile + v_lane + u32(step * 16 * VROW + g * WARPS * 32), p[0], p[1], p[2], p[3],
@@ -271,8 +296,8 @@ def decode_kernel(shape: AttentionShape) -> Any:
             if has_sink:
                 sink_a = of_query_head(sinks, head, group, packed_a)
                 sink_b = of_query_head(sinks, head, group, packed_b)
-            norm_a = ptx.fmul(num.normaliser(total_max_a, total_sum_a, unit, has_sink, sink_a), value_scale)
-            norm_b = ptx.fmul(num.normaliser(total_max_b, total_sum_b, unit, has_sink, sink_b), value_scale)
+            norm_a = num.normaliser(total_max_a, total_sum_a, unit, has_sink, sink_a)
+            norm_b = num.normaliser(total_max_b, total_sum_b, unit, has_sink, sink_b)
             store_result(result_address(output, q_start, packed_a, head, kv_heads, group),
                          result_address(output, q_start, packed_b, head, kv_heads, group),
                          row0 + row_a <= last, row0 + row_a + 8 <= last, total, norm_a, norm_b, warp, lane)
@@ -295,6 +320,6 @@ def decode_kernel(shape: AttentionShape) -> Any:
         before = i32(i32(u32(last_position) // u32(SEGMENT)) + 1 - num_partials)
         skipped = i32(max(i32(i32(u32(begin) // u32(SEGMENT)) - before), 0))
         merge(partials, first_slot, skipped, num_partials, output, q_start, row0, last, head, kv_heads, group, unit,
-              sinks, value_scale, t)
+              sinks, t)
 
     return decode

@@ -75,6 +75,12 @@ def sum_of_quad(x):
 
 
 @cuda.jit(device=True, inline="always")
+def sum_of_four(a, b, c, d):
+    """The sum of a thread's four weights of 16 keys, of which a tile's sum is made."""
+    return ptx.fadd(ptx.fadd(a, b), ptx.fadd(c, d))
+
+
+@cuda.jit(device=True, inline="always")
 def rescale(old_max, new_max, unit):
     """What earlier weights are multiplied with when the maximum rises from ``old_max`` to ``new_max``."""
     return ptx.ex2(ptx.fmul(ptx.fadd(old_max, f32(-new_max)), unit))

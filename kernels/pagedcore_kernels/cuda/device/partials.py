@@ -84,7 +84,7 @@ def result_functions(shape: AttentionShape, fn: SimpleNamespace) -> SimpleNamesp
 
     @cuda.jit(device=True, inline="always")
     def merge(partials, first_slot, skipped, num_partials, output, q_start, row0, last, head, kv_heads, group, unit,
-              sinks, value_scale, thread):
+              sinks, thread):
         """Fold the partial results from number ``skipped`` on and write the rows' result; 4 columns a thread."""
         for i in range(MERGE_ROUNDS):
             place_in = i32(thread + i * THREADS)
@@ -115,7 +115,7 @@ def result_functions(shape: AttentionShape, fn: SimpleNamespace) -> SimpleNamesp
                 sink = f32(0)
                 if sinks != u64(0):
                     sink = of_query_head(sinks, head, group, packed)
-                norm = ptx.fmul(num.normaliser(maximum, weights, unit, sinks != u64(0), sink), value_scale)
+                norm = num.normaliser(maximum, weights, unit, sinks != u64(0), sink)
                 to = result_address(output, q_start, packed, head, kv_heads, group) + u64(column) * u64(2)
                 ptx.stg64(to, pack_result(ptx.fmul(v0, norm), ptx.fmul(v1, norm)),
                           pack_result(ptx.fmul(v2, norm), ptx.fmul(v3, norm)))

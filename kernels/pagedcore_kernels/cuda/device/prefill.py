@@ -19,7 +19,6 @@ from pagedcore_kernels.cuda.device.partials import of_query_head
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import tile_functions
 from pagedcore_kernels.cuda.shapes import LOG2_E, PREFILL_ROWS, AttentionShape
-from pagedcore_kernels.cuda.shapes import ROW_PADDING as PADDING
 
 
 def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
@@ -29,6 +28,9 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
     load_keys, load_values, stage_query, load_query = fn.load_keys, fn.load_values, fn.stage_query, fn.load_query
     score_step, value_step, pack, pack_result = fn.score_step, fn.value_step, fn.pack, fn.pack_result
     pair_index, pair_column, low_weight, high_weight = fn.pair_index, fn.pair_column, fn.low_weight, fn.high_weight
+    scale_scores, weigh_values = fn.scale_scores, fn.weigh_values
+    key_lane, value_row, key_of = fn.key_lane, fn.value_row, fn.key_of
+    QUAD_KEYS, KEY_STEP, KEY_BLOCK = fn.quad_keys, fn.key_step, fn.key_block
     PAIRS, PAIR_STEP = fn.pairs_per_group, fn.pair_step
     TILE, DV = shape.tile, shape.value_size
     MASKED = num.MASKED
@@ -42,12 +44,16 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
     FLOATS = shape.floats_per_group
     GROUP_COLUMNS = 32 // shape.pool.itemsize
     OUT = GROUPS * FLOATS
-    NARROW = shape.pool.itemsize == 1
-    V_AT = TILE * KROW
-    Q_AT = V_AT + TILE * VROW
+    SCALED = shape.is_scaled
+    KEY_HEAD = shape.key_size * shape.pool.itemsize + (4 if SCALED else 0)
+    VALUE_HEAD = shape.value_size * shape.pool.itemsize + (4 if SCALED else 0)
+    KEY_SCALES = shape.key_size * KROW
+    V_AT = shape.key_tile_bytes
+    VALUE_SCALES = V_AT + TILE * VROW
+    Q_AT = V_AT + shape.value_tile_bytes
     TOTAL_AT = Q_AT + ROWS * QROW
 
-    def prefill(query, keys, values, tables, work, rows_info, output, partials, counters, slopes, sinks, scales,
+    def prefill(query, keys, values, tables, work, rows_info, output, partials, counters, slopes, sinks,
                 block_stride, query_token, query_head, block_shift, kv_heads, group, window, chunk,
                 unit, cap_input):
         base = ptx.shared_address(cuda.shared.array(0, dtype=np.uint8))
@@ -77,8 +83,8 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
         j = i32(i32(u32(begin) // u32(TILE)) * TILE)
         end = i32(last_position + 1)
         table = tables + u64(u32(info[3])) * u64(4)
-        k_head = keys + u64(u32(head << block_shift)) * u64(KROW - PADDING)
-        v_head = values + u64(u32(head << block_shift)) * u64(VROW - PADDING)
+        k_head = keys + u64(u32(head << block_shift)) * u64(KEY_HEAD)
+        v_head = values + u64(u32(head << block_shift)) * u64(VALUE_HEAD)
 
         load_keys(base, k_head, table, block_shift, block_stride, j, kv_len, t)
         ptx.cp_async_commit()
@@ -92,14 +98,6 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
         position_b = i32(past + i32(u32(packed_b) // u32(group)))
         visible_a = num.first_visible(position_a, window, chunk)
         visible_b = num.first_visible(position_b, window, chunk)
-        value_scale = f32(1)
-        if NARROW:
-            key_scale = ptx.ldgf32(scales + u64(u32(head)) * u64(4))
-            value_scale = ptx.ldgf32(scales + u64(u32(kv_heads + head)) * u64(4))
-            if cap_input > f32(0):
-                cap_input = ptx.fmul(cap_input, key_scale)
-            else:
-                unit = ptx.fmul(unit, key_scale)
         slope_a, slope_b = f32(0), f32(0)
         if slopes != u64(0):
             per_unit = ptx.fmul(f32(LOG2_E), ptx.rcp(unit))
@@ -121,8 +119,10 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
         total_sum_a, total_sum_b = f32(0), f32(0)
         has_total = False
         mine = base + u32(TOTAL_AT + t * 16)
-        k_lane = base + u32(((lane & 7) + ((lane >> 4) << 3)) * KROW + ((lane >> 3) & 1) * 16)
-        v_lane = base + u32(V_AT + (lane & 15) * VROW + (lane >> 4) * 16)
+        k_lane = base + u32(key_lane(lane))
+        v_lane = base + u32(V_AT + value_row(lane) * VROW + (lane >> 4) * 16)
+        my_scales = base + u32((lane & 3) * 16)       # of the four keys of this thread
+        is_late = (lane & 2) != 0
         while j < end:
             ptx.cp_async_wait0()
             cuda.syncthreads()                        # K is here; nobody reads V of the tile before any more
@@ -135,8 +135,11 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
                 if not QREG:
                     load_query(q_lane + u32(step * WORDS * 8), q, 0)
                 for block in range(BLOCKS):
-                    score_step(k_lane + u32(block * 16 * KROW + step * 32), q, step * WORDS if QREG else 0,
+                    score_step(k_lane + u32(block * KEY_BLOCK + step * KEY_STEP), q, step * WORDS if QREG else 0,
                                s, block * 8)
+            if SCALED:
+                for block in range(BLOCKS):
+                    scale_scores(my_scales + u32(KEY_SCALES + block * 64), s, block * 8)
             ptx.cp_async_wait0()
             cuda.syncthreads()                        # V is here; nobody reads K any more
             following = i32(j + TILE)
@@ -147,15 +150,15 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
             if cap_input > f32(0):
                 for i in range(SCORES):
                     s[i] = num.capped(s[i], cap_input)
-            key = i32(j + (lane & 3) * 2)
+            key = i32(j + (lane & 3) * QUAD_KEYS)
             if slopes != u64(0):
                 for i in range(SCORES):
-                    at = i32(key + ((i >> 2) * 8 + (i & 1)))
+                    at = i32(key + key_of(i))
                     s[i] = num.biased(s[i], slope_a if (i & 2) == 0 else slope_b, at,
                                       position_a if (i & 2) == 0 else position_b)
             if i32(j + TILE - 1) > first_position or j < all_visible_from:
                 for i in range(SCORES):
-                    at = i32(key + ((i >> 2) * 8 + (i & 1)))
+                    at = i32(key + key_of(i))
                     s[i] = num.masked(s[i], at, position_a if (i & 2) == 0 else position_b,
                                       visible_a if (i & 2) == 0 else visible_b)
             new_a = s[0]
@@ -180,14 +183,22 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
             tile_b = f32(0)
             for block in range(BLOCKS):
                 z = block * 8
-                p0 = pack(num.weight(s[z], unit, shift_a), num.weight(s[z + 1], unit, shift_a))
-                p1 = pack(num.weight(s[z + 2], unit, shift_b), num.weight(s[z + 3], unit, shift_b))
-                p2 = pack(num.weight(s[z + 4], unit, shift_a), num.weight(s[z + 5], unit, shift_a))
-                p3 = pack(num.weight(s[z + 6], unit, shift_b), num.weight(s[z + 7], unit, shift_b))
-                tile_a = ptx.fadd(tile_a, ptx.fadd(ptx.fadd(low_weight(p0), high_weight(p0)),
-                                                   ptx.fadd(low_weight(p2), high_weight(p2))))
-                tile_b = ptx.fadd(tile_b, ptx.fadd(ptx.fadd(low_weight(p1), high_weight(p1)),
-                                                   ptx.fadd(low_weight(p3), high_weight(p3))))
+                a0, a1 = num.weight(s[z], unit, shift_a), num.weight(s[z + 1], unit, shift_a)
+                b0, b1 = num.weight(s[z + 2], unit, shift_b), num.weight(s[z + 3], unit, shift_b)
+                a2, a3 = num.weight(s[z + 4], unit, shift_a), num.weight(s[z + 5], unit, shift_a)
+                b2, b3 = num.weight(s[z + 6], unit, shift_b), num.weight(s[z + 7], unit, shift_b)
+                if SCALED:                            # of keys 0, 2, 1, 3 of the quad's four
+                    v = ptx.lds128(my_scales + u32(VALUE_SCALES + block * 64))
+                    p0, p2 = weigh_values(v, a0, a2, a1, a3, is_late)
+                    p1, p3 = weigh_values(v, b0, b2, b1, b3, is_late)
+                    tile_a = ptx.fadd(tile_a, num.sum_of_four(a0, a2, a1, a3))
+                    tile_b = ptx.fadd(tile_b, num.sum_of_four(b0, b2, b1, b3))
+                else:
+                    p0, p1, p2, p3 = pack(a0, a1), pack(b0, b1), pack(a2, a3), pack(b2, b3)
+                    tile_a = ptx.fadd(tile_a, num.sum_of_four(low_weight(p0), high_weight(p0),
+                                                              low_weight(p2), high_weight(p2)))
+                    tile_b = ptx.fadd(tile_b, num.sum_of_four(low_weight(p1), high_weight(p1),
+                                                              low_weight(p3), high_weight(p3)))
                 for g in range(GROUPS):
                     value_step(v_lane + u32(block * 16 * VROW + g * 32), p0, p1, p2, p3, o, g * FLOATS)
             sum_a = ptx.ffma(sum_a, factor_a, tile_a)
@@ -233,8 +244,8 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
         if has_sink:
             sink_a = of_query_head(sinks, head, group, packed_a)
             sink_b = of_query_head(sinks, head, group, packed_b)
-        norm_a = ptx.fmul(num.normaliser(total_max_a, total_sum_a, unit, has_sink, sink_a), value_scale)
-        norm_b = ptx.fmul(num.normaliser(total_max_b, total_sum_b, unit, has_sink, sink_b), value_scale)
+        norm_a = num.normaliser(total_max_a, total_sum_a, unit, has_sink, sink_a)
+        norm_b = num.normaliser(total_max_b, total_sum_b, unit, has_sink, sink_b)
         heads = u64(u32(u32(kv_heads) * u32(group)))
         token_a = u64(u32(u32(q_start) + u32(u32(packed_a) // u32(group))))
         token_b = u64(u32(u32(q_start) + u32(u32(packed_b) // u32(group))))

@@ -31,6 +31,7 @@ ldgf32 = instruction("ldgf32", "ld.global.f32 $0, [$1];", [f32], [u64], ordered=
 stg128 = instruction("stg128", "st.global.v4.u32 [$0], {$1,$2,$3,$4};", [], [u64] + [u32] * 4, ordered=True)
 stg64 = instruction("stg64", "st.global.v2.u32 [$0], {$1,$2};", [], [u64] + [u32] * 2, ordered=True)
 stg32 = instruction("stg32", "st.global.u32 [$0], $1;", [], [u64, u32], ordered=True)
+stg8 = instruction("stg8", "st.global.u8 [$0], $1;", [], [u64, u32], ordered=True)
 stgf32 = instruction("stgf32", "st.global.f32 [$0], $1;", [], [u64, f32], ordered=True)
 # Wraps to 0 past the bound: a counter is ready for the next launch without being cleared (replayed graphs).
 atom_inc = instruction(
@@ -87,6 +88,8 @@ pack_e4m3 = instruction("pack_e4m3", "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", 
 unpack_e4m3 = instruction("unpack_e4m3", "cvt.rn.f16x2.e4m3x2 $0, $1;", [u32], [u16])
 prmt = instruction("prmt", "prmt.b32 $0, $1, $2, $3;", [u32], [u32] * 3)
 sub_f16x2 = instruction("sub_f16x2", "sub.rn.f16x2 $0, $1, $2;", [u32], [u32] * 2)
+# Why fused: sm_80 has no other arithmetic of bf16 pairs.
+ffma_bf16x2 = instruction("ffma_bf16x2", "fma.rn.bf16x2 $0, $1, $2, $3;", [u32], [u32] * 3)
 round_to_int = instruction("round_to_int", "cvt.rni.s32.f32 $0, $1;", [i32], [f32])
 round_to_u64 = instruction("round_to_u64", "cvt.rni.u64.f32 $0, $1;", [u64], [f32])
 mul_high = instruction("mul_high", "mul.hi.u64 $0, $1, $2;", [u64], [u64] * 2)

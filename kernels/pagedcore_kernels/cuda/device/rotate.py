@@ -4,8 +4,9 @@ A group of lanes, a power of two, has one head of one token in its registers, tw
 halves that turn together one of each half, otherwise two neighbours. Queries are turned in place; keys and values go
 to their slots and nowhere else. With norms every query head and key head is RMS-normed first, with the sum taken over
 a lane's elements and then over the group as a tree. Every product is rounded to the storage format, as the modules of
-transformers round, so that this launch leaves the bits that separate ones would. Pools of 8 bits are quantised on the
-way, as in ``write_kv.py``.
+transformers round, so that this launch leaves the bits that separate ones would. What is stored how, ``write_kv.py``
+says. Without queries and angles it stores the K and V of models that have turned them already, of heads that may differ
+in size.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.rms_norm import inverse_rms, sum_of_group
 from pagedcore_kernels.cuda.device.tiles import packer, pair_unpackers
-from pagedcore_kernels.cuda.device.write_kv import chunk_store
+from pagedcore_kernels.cuda.device.write_kv import largest_magnitude, row_store
 from pagedcore_kernels.cuda.shapes import ROW_THREADS, Format
 
 
@@ -29,11 +30,10 @@ def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
     Pairs are elements i and i + rotary_size / 2, or with ``interleaved`` elements 2 i and 2 i + 1.
     """
     INTERLEAVED = interleaved
-    NARROW = pool.itemsize == 1
-    CHUNK_BYTES = 8 * pool.itemsize
+    SCALED = pool.itemsize == 1
     low, high = pair_unpackers(source)
     pack = packer(source)
-    store_chunk = chunk_store(source, pool)
+    store_row, largest_of_group = row_store(source, pool), largest_magnitude(source)
 
     @cuda.jit(device=True, inline="always")
     def turned(x, y, cosine, sine):
@@ -68,10 +68,11 @@ def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
                 x[i + 4], x[i + 5] = pack(p0[1], p1[1]), pack(p2[1], p3[1])
 
     def rotate_and_write(query, key, value, positions, angles, query_norm, key_norm, slots, key_pool, value_pool,
-                         scales, block_stride, num_tokens, query_token, query_head, key_token, key_head, value_token,
-                         value_head, heads, kv_heads, head_size, rotary_size, group_shift, block_shift, epsilon):
+                         block_stride, num_tokens, query_token, query_head, key_token, key_head, value_token,
+                         value_head, heads, kv_heads, head_size, value_size, rotary_size, group_shift, block_shift,
+                         epsilon):
         """Turn query [T, H, D] in place by angles [positions, rotary_size], cosines and then sines in float32, and
-        write key and value [T, KVH, D] to their slots. Slots at address 0 mean that nothing is written.
+        write key [T, KVH, D] and value [T, KVH, Dv] to their slots. Slots at address 0 mean that nothing is written.
         """
         index = u32(u32(u32(cuda.blockIdx.x) * u32(ROW_THREADS)) + u32(cuda.threadIdx.x))
         item = u32(index >> u32(group_shift))
@@ -79,11 +80,11 @@ def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
         per_token = u32(u32(heads) + u32(u32(2) * u32(kv_heads)))
         token = u32(item // per_token)
         head = u32(item % per_token)
-        half_chunks = u32(u32(head_size) >> u32(4))
         turning = u32(u32(rotary_size) >> u32(4))
-        works = token < u32(num_tokens) and t < half_chunks
         is_query = head < u32(heads)
         is_value = head >= u32(u32(heads) + u32(kv_heads))
+        size = u32(value_size) if is_value else u32(head_size)
+        works = token < u32(num_tokens) and t < u32(size >> u32(4))
         kv_head = u32(head - u32(heads))
         if is_query:
             origin = query + u64(token) * u64(query_token) + u64(head) * u64(query_head)
@@ -123,12 +124,15 @@ def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
                 for i in range(8):
                     normed = pack(ptx.fmul(low(x[i]), scale), ptx.fmul(high(x[i]), scale))
                     x[i] = pack(ptx.fmul(low(w[i]), low(normed)), ptx.fmul(high(w[i]), high(normed)))
-        if not works:
-            return
-        if turns:
+        if works and turns:
             position = ptx.ldg32_nc(positions + u64(token) * u64(4))
             cosines = angles + u64(position) * u64(u32(u32(rotary_size) << u32(2))) + u64(u32(t << u32(5)))
             turn(x, cosines, cosines + u64(u32(u32(rotary_size) << u32(1))))
+        largest = u32(0)
+        if SCALED:                                    # all lanes are here too
+            largest = largest_of_group(x, group_shift)
+        if not works:
+            return
         if is_query:
             ptx.stg128(origin + u64(u32(chunk_a << u32(4))), x[0], x[1], x[2], x[3])
             ptx.stg128(origin + u64(u32(chunk_b << u32(4))), x[4], x[5], x[6], x[7])
@@ -140,13 +144,7 @@ def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
             return
         page = u64(u32(u32(slot) >> u32(block_shift))) * block_stride
         within = u32(u32(slot) & u32(u32(u32(1) << u32(block_shift)) - u32(1)))
-        row = u32(u32(u32(kv_head << u32(block_shift)) + within) * u32(u32(half_chunks << u32(1)) * u32(CHUNK_BYTES)))
-        target = (value_pool if is_value else key_pool) + page + u64(row)
-        inverse = f32(1)
-        if NARROW:
-            scale_at = u32(kv_head + u32(kv_heads)) if is_value else kv_head
-            inverse = ptx.rcp(ptx.ldgf32(scales + u64(scale_at) * u64(4)))
-        store_chunk(target + u64(u32(chunk_a * u32(CHUNK_BYTES))), x[0], x[1], x[2], x[3], inverse)
-        store_chunk(target + u64(u32(chunk_b * u32(CHUNK_BYTES))), x[4], x[5], x[6], x[7], inverse)
+        store_row((value_pool if is_value else key_pool) + page, kv_head, within, size, block_shift, is_value,
+                  t == u32(0), chunk_a, chunk_b, x, largest)
 
     return rotate_and_write

@@ -1,7 +1,8 @@
-"""Storing K and V of a step's tokens in their slots, for models that have rotated them already.
+"""Storing rows of K and V in the pool, in its format: what ``rotate.py`` does with a row when it has turned it.
 
-One thread moves eight elements of one head of one token; K heads first, then V heads. Pools of 8 bits are quantised
-on the way with the head's static scale. It reads no slot of another token and writes nothing for slot -1.
+A group of lanes has one head of one token in its registers, two vectors of eight elements a lane. Pools of 8 bits are
+``ScaledKVLayout``: a row is quantised by itself, with the numbers and the bytes of ``cpu/attention/write_kv.py``, and
+its K goes to a place for each element, because the tokens of an element lie together there.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from pagedcore_kernels.cuda.device import primitives as ptx
 from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import pair_unpackers
-from pagedcore_kernels.cuda.shapes import ROW_THREADS, Format
+from pagedcore_kernels.cuda.shapes import LARGEST, Format
+
+_INFINITY = 0x7F800000
+_NAN = 0x7FC00000
+_SMALLEST = 2.0**-100
+"""A row whose magnitudes are below this is all zeros: the inverse of its scale would not be finite."""
 
 
 def _quantiser(pool: Format) -> Any:
@@ -24,7 +30,7 @@ def _quantiser(pool: Format) -> Any:
 
     @cuda.jit(device=True, inline="always")
     def byte(x):
-        return u32(u32(max(min(ptx.round_to_int(x), i32(127)), i32(-127))) & u32(0xFF))
+        return u32(u32(ptx.round_to_int(x)) & u32(0xFF))
 
     @cuda.jit(device=True, inline="always")
     def to_int8(a, b, c, d):
@@ -34,67 +40,71 @@ def _quantiser(pool: Format) -> Any:
     return to_e4m3 if pool is Format.E4M3 else to_int8
 
 
-def chunk_store(source: Format, pool: Format) -> Any:
-    """The function that stores eight elements, in four words, in the format of the pool; 8 bits times ``inverse``."""
-    NARROW = pool.itemsize == 1
+def largest_magnitude(source: Format) -> Any:
+    """The function that finds the bits of the largest magnitude of a row, of NaN if it has one, as float32."""
+    low, high = pair_unpackers(source)
+
+    @cuda.jit(device=True, inline="always")
+    def largest_of_group(x, shift):
+        """Of eight words of every lane of a group of 2**shift; whole numbers, because NaN is above infinity there."""
+        largest = u32(0)
+        for i in range(8):
+            largest = u32(max(largest, u32(ptx.as_u32(low(x[i])) & u32(0x7FFFFFFF))))
+            largest = u32(max(largest, u32(ptx.as_u32(high(x[i])) & u32(0x7FFFFFFF))))
+        for i in range(5):
+            if i < shift:
+                other = ptx.as_u32(ptx.shfl_xor(ptx.as_f32(largest), u32(1) << u32(i)))
+                largest = u32(max(largest, other))
+        return largest
+
+    return largest_of_group
+
+
+def row_store(source: Format, pool: Format) -> Any:
+    """The function that stores a lane's two vectors of a row, and the row's scale if there is one."""
+    SCALED = pool.itemsize == 1
+    MOST = LARGEST.get(pool, 1.0)
     quantise = _quantiser(pool)
     low, high = pair_unpackers(source)
 
     @cuda.jit(device=True, inline="always")
-    def store_chunk(target, w0, w1, w2, w3, inverse):
-        if NARROW:
-            ptx.stg64(target,
-                      quantise(ptx.fmul(low(w0), inverse), ptx.fmul(high(w0), inverse),
-                               ptx.fmul(low(w1), inverse), ptx.fmul(high(w1), inverse)),
-                      quantise(ptx.fmul(low(w2), inverse), ptx.fmul(high(w2), inverse),
-                               ptx.fmul(low(w3), inverse), ptx.fmul(high(w3), inverse)))
+    def quantised(a, b, factor):
+        return quantise(ptx.fmul(low(a), factor), ptx.fmul(high(a), factor),
+                        ptx.fmul(low(b), factor), ptx.fmul(high(b), factor))
+
+    @cuda.jit(device=True, inline="always")
+    def scatter(target, word, block_shift):
+        """Store four bytes, each of another element of the token."""
+        for i in range(4):
+            ptx.stg8(target + u64(u32(u32(i) << u32(block_shift))), u32(word >> u32(8 * i)))
+
+    @cuda.jit(device=True, inline="always")
+    def store_row(page, head, within, size, block_shift, is_value, is_first, chunk_a, chunk_b, x, largest):
+        """Store ``x`` in slot ``within`` of a block whose K or V of this layer begin at ``page``."""
+        if SCALED:
+            base = page + u64(u32(u32(head << u32(block_shift)) * u32(u32(size) + u32(4))))
+            is_finite = largest < u32(_INFINITY)
+            is_used = is_finite and ptx.as_f32(largest) >= f32(_SMALLEST)
+            factor = ptx.fdiv(f32(MOST), ptx.as_f32(largest)) if is_used else f32(0)
+            if is_first:
+                scale = ptx.fdiv(ptx.as_f32(largest), f32(MOST)) if is_used else f32(0)
+                place = u32((u32(size) << u32(block_shift)) + u32(within << u32(2)))
+                ptx.stg32(base + u64(place), ptx.as_u32(scale) if is_finite else u32(_NAN))
+            for i in range(8):
+                x[i] = x[i] if is_finite else u32(0)
+            for half in range(2):
+                element = u32((chunk_a if half == 0 else chunk_b) << u32(3))
+                i = i32(4 * half)
+                first, second = quantised(x[i], x[i + 1], factor), quantised(x[i + 2], x[i + 3], factor)
+                if is_value:
+                    ptx.stg64(base + u64(u32(u32(within * u32(size)) + element)), first, second)
+                else:
+                    at = base + u64(u32(u32(element << u32(block_shift)) + within))
+                    scatter(at, first, block_shift)
+                    scatter(at + u64(u32(u32(4) << u32(block_shift))), second, block_shift)
         else:
-            ptx.stg128(target, w0, w1, w2, w3)
+            base = page + u64(u32(u32(u32(head << u32(block_shift)) + within) * u32(u32(size) << u32(1))))
+            ptx.stg128(base + u64(u32(chunk_a << u32(4))), x[0], x[1], x[2], x[3])
+            ptx.stg128(base + u64(u32(chunk_b << u32(4))), x[4], x[5], x[6], x[7])
 
-    return store_chunk
-
-
-def write_kernel(source: Format, pool: Format, key_size: int, value_size: int) -> Any:
-    """Make the kernel of one variant; its parameters are ``variants.WRITE_PARAMETERS``."""
-    NARROW = pool.itemsize == 1
-    K_CHUNKS, V_CHUNKS = key_size // 8, value_size // 8
-    K_ROW, V_ROW = key_size * pool.itemsize, value_size * pool.itemsize
-    CHUNK_BYTES = 8 * pool.itemsize
-    store_chunk = chunk_store(source, pool)
-
-    def write_kv(key, value, key_pool, value_pool, slots, scales, block_stride, num_tokens, key_token, key_head,
-                 value_token, value_head, block_shift, kv_heads):
-        per_token = u32(u32(kv_heads) * u32(K_CHUNKS + V_CHUNKS))
-        index = u32(u32(cuda.blockIdx.x) * u32(ROW_THREADS) + u32(cuda.threadIdx.x))
-        token = u32(index // per_token)
-        rest = u32(index % per_token)
-        if token >= u32(num_tokens):
-            return
-        slot = i32(ptx.ldg32_nc(slots + u64(token) * u64(4)))
-        if slot < 0:                                  # a token without a place: padding
-            return
-        page = u64(u32(u32(slot) >> u32(block_shift))) * block_stride
-        within = u32(u32(slot) & u32((u32(1) << u32(block_shift)) - u32(1)))
-        is_key = rest < u32(u32(kv_heads) * u32(K_CHUNKS))
-        if is_key:
-            head = u32(rest // u32(K_CHUNKS))
-            chunk = u32(rest % u32(K_CHUNKS))
-            origin = key + u64(token) * u64(key_token) + u64(head) * u64(key_head)
-            row = u32(u32(u32(head << u32(block_shift)) + within) * u32(K_ROW))
-            target = key_pool + page + u64(u32(row + u32(chunk * u32(CHUNK_BYTES))))
-            scale_at = head
-        else:
-            rest = u32(rest - u32(u32(kv_heads) * u32(K_CHUNKS)))
-            head = u32(rest // u32(V_CHUNKS))
-            chunk = u32(rest % u32(V_CHUNKS))
-            origin = value + u64(token) * u64(value_token) + u64(head) * u64(value_head)
-            row = u32(u32(u32(head << u32(block_shift)) + within) * u32(V_ROW))
-            target = value_pool + page + u64(u32(row + u32(chunk * u32(CHUNK_BYTES))))
-            scale_at = u32(u32(kv_heads) + head)
-        w = ptx.ldg128_nc(origin + u64(u32(chunk * u32(16))))
-        inverse = f32(1)
-        if NARROW:
-            inverse = ptx.rcp(ptx.ldgf32(scales + u64(scale_at) * u64(4)))
-        store_chunk(target, w[0], w[1], w[2], w[3], inverse)
-
-    return write_kv
+    return store_row
