@@ -501,7 +501,8 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         except (InternalError, EngineClosed) as error:
             self.note_trouble("broken-step", error)
             raise
-        if not plan.rows or self._steps.has_failed or plan.stopped_by != self.wait_log.reason:
+        waits = self.wait_log
+        if not plan.rows or self._steps.has_failed or plan.stopped_by != waits.reason or waits.is_idle:
             self._look_at(plan)
         for one in self.observers:
             one.step_ended()

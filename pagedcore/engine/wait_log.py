@@ -22,6 +22,11 @@ class WaitLog:
     _idle_since_s: float | None = None
     _changes: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_MAX_CHANGES))
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the last step that ``stands_still`` was told of computed nothing."""
+        return self._idle_since_s is not None
+
     def note(self, now_s: float, reason: str) -> None:
         """Note what stops the queue from now on; empty: nothing does."""
         self.reason = reason

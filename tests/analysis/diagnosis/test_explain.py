@@ -143,6 +143,15 @@ def test_a_failed_step_leaves_a_recording(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(list(tmp_path.glob("*/*.gz"))) == MAX_DUMPS
 
 
+def test_a_step_that_computes_ends_a_standstill() -> None:
+    """Two steps without rows are no stall if others came between them, however long ago the first one was."""
+    engine = toy_engine()
+    engine.wait_log.stands_still(engine.clock.now() - 60.0, is_idle=True)
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=2))
+    engine.step()
+    assert not engine.wait_log.is_idle
+
+
 def test_a_stall_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """When nothing was computed for some seconds although there is work, one line of the log says which request waits
     for what, and the recording is written.
