@@ -43,6 +43,18 @@ def tokens(request: Request) -> list[int]:
     return list(request.output().outputs[0].token_ids)
 
 
+class Paced(ToyAhead):
+    """Each token takes a second of a fake clock."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__()
+        self.clock = clock
+
+    def forward(self, batch: RaggedRows) -> FloatArray:
+        self.clock.advance(float(batch.query_start[-1]))
+        return super().forward(batch)
+
+
 class Sizes(ToyAhead):
     """Keeps the sequences of each launch."""
 
@@ -97,6 +109,7 @@ def test_a_processor_holds_back_its_own_row_alone() -> None:
         backend = Sizes()
         engine = make_engine(backend)
         seen, other = engine.add_request([1, 2, 3], wanted), engine.add_request([4], plain(12))
+        long = engine.add_request([5] * 30, plain(2))
         run(engine)
         assert tokens(seen) == toy_answer([1, 2, 3], 5)
         assert tokens(other) == toy_answer([4], 12)
@@ -104,6 +117,8 @@ def test_a_processor_holds_back_its_own_row_alone() -> None:
         places = [place for place, one in enumerate(backend.launches) if number in one]
         assert places == [0, 2, 4, 6, 8]
         assert sum(neighbour in one for one in backend.launches) == len(backend.launches) == 12
+        chunks = [place for place, one in enumerate(backend.launches) if long.sequences[0].sequence_id in one]
+        assert chunks == list(range(len(chunks)))
         assert_all_free(engine)
 
 
@@ -312,6 +327,56 @@ def test_a_completion_that_is_cut_off_and_goes_on_gets_no_token_of_before() -> N
     assert_all_free(engine)
 
 
+def test_an_aborted_request_does_not_come_back_with_a_step_that_is_taken_back() -> None:
+    """It was aborted while the step was on its way whose tokens cannot be read."""
+    backend = LosesTokens()
+    engine = make_engine(backend)
+    backend.lose(engine)
+    requests = [engine.add_request(prompt, plain()) for prompt in PROMPTS[:2]]
+    for _ in range(3):
+        engine.step()
+    backend.lost_on = (backend.num_launches,)
+    requests[0].abort()
+    run(engine)
+    assert requests[0].output().outputs[0].finish_reason == "abort"
+    assert len(tokens(requests[0])) == 2
+    assert tokens(requests[1]) == toy_answer(PROMPTS[1], 8)
+    assert_all_free(engine)
+
+
+def reused(engine: Engine) -> list[Any]:
+    """What prompts find that begin as earlier completions do, in a small pool, and a session after others came by."""
+    found = list[Any]()
+    for first in ([1, 2, 3], [1, 2], [1]):
+        begun = [engine.add_request(prompt, plain(9)) for prompt in (first, [7, 7], [7, 7, 7], [8])]
+        run(engine)
+        again = engine.add_request([*first, *tokens(begun[0])], plain(2))
+        run(engine)
+        found.append(again.output().num_cached_tokens)
+    with engine.session(plain(6)) as session:
+        engine.add_request([30], plain(12))
+        session.ask([3, 1, 4, 1, 5])
+        for number in range(8):
+            engine.generate([[number + 9] * 12], plain(8), show_progress=False)
+        found.append(session.ask([2, 6]).num_cached_tokens)
+    return [*found, engine.stats().swapped_out_bytes > 0]
+
+
+def test_what_was_computed_is_found_as_if_steps_were_taken_one_by_one() -> None:
+    """Blocks get the keys of their tokens although plans were made when the last one was not known, and what ends while
+    a step is in flight is kept on the host."""
+    found = []
+    for is_ahead in (False, True):
+        clock = FakeClock()
+        backend = Paced(clock)
+        backend.is_ahead = is_ahead
+        found.append(reused(toy_engine(
+            backend=backend, clock=clock, speculation="off", num_kv_blocks=16, max_num_seqs=3, host_kv_memory=65536)))
+    assert found[0] == found[1]
+    assert found[0][-1]
+    assert min(found[0][:-1]) > 4
+
+
 def test_who_looks_at_the_engine_sees_it_at_rest() -> None:
     """Quotes, explanations and changes of anything else end the step in flight; what it gave is told by the next call,
     even where that has nothing to compute."""
@@ -369,21 +434,19 @@ class Timed(EngineObserver):
 
 
 def test_a_step_is_timed_from_the_end_of_the_one_before() -> None:
-    """Between two calls of a busy engine passes what one step takes, and not also what the one behind it waits."""
+    """What the step before has taken is no part of it, nor is a pause: the steps of a time are as long as that time."""
     clock, timed = FakeClock(), Timed()
-    engine = toy_engine(backend=ToyAhead(), speculation="off", clock=clock)
+    engine = toy_engine(backend=Paced(clock), speculation="off", clock=clock)
     engine.add_observer(timed)
-    request = engine.add_request([1, 2, 3], plain(5))
-    for _ in range(6):
-        engine.step()
-        clock.advance(2.0)
-    clock.advance(100.0)
-    assert request.is_done
-    engine.add_request([1, 2, 3], plain(2))
-    for _ in range(3):
-        engine.step()
-        clock.advance(2.0)
-    assert timed.seconds == [2.0] * 7
+    for first in range(2):
+        timed.seconds.clear()
+        begin_s = clock.now()
+        engine.add_request([first, 2, 3], plain(5))
+        while engine.has_pending_requests():
+            engine.step()
+        assert timed.seconds == [4.0, 1.0, 1.0, 1.0, 0.0]
+        assert sum(timed.seconds) == clock.now() - begin_s
+        clock.advance(100.0)
 
 
 # Recordings ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 from unittest.mock import PropertyMock, patch
@@ -251,42 +251,40 @@ def test_a_step_takes_what_its_work_takes() -> None:
     assert sum(times.seconds) == pytest.approx(num_launched * 1e-3, rel=0.02)
 
 
-def seconds_of_a_step(host_s: float, device_s: float, plan_s: float, *, is_ahead: bool) -> float:
-    """What a decode step takes on the virtual clock, where each plan takes the host so long."""
-    schedule = Scheduler.schedule
-    with virtual_gpus(Machine(device_seconds=lambda name: device_s, host_seconds=host_s)) as gpus:
-        def planned(self: Scheduler, most_tokens: int | None = None) -> SchedulePlan:
-            gpus.now += plan_s
-            return schedule(self, most_tokens)
-
-        alone = nullcontext() if is_ahead else patch.object(ModelRunner, "can_launch", PropertyMock(return_value=False))
-        now, slowly = patch.object(MonotonicClock, "now", lambda clock: gpus.now), patch.object(
-            Scheduler, "schedule", planned)
-        with alone, now, slowly, on_gpu(tiny_model("llama"), max_num_batched_tokens=16) as engine:
-            for prompt in make_prompts():
-                engine.add_request(prompt, greedy(max_tokens=40, ignore_eos=True))
-            for _ in range(16):
-                engine.step()
-            assert len(engine.scheduler.running) == 3
-            begin_s, num_graphs = gpus.now, gpus.counts["graph launches"]
-            for _ in range(8):
-                engine.step()
-            assert gpus.counts["graph launches"] == num_graphs + 8
-            return (gpus.now - begin_s) / 8
-
-
 def test_a_step_takes_the_longer_of_host_and_gpu() -> None:
     """On the virtual clock: what the host does for a step (plan, queue, read) and what the GPU does for it take as long
     as the longer of the two, whichever it is; taken one by one, they take their sum."""
-    free = 1e-12
-    for device_s, plan_s in ((1e-4, 2e-2), (3e-4, 2e-2)):
-        host = seconds_of_a_step(1e-4, free, plan_s, is_ahead=True)
-        gpu = seconds_of_a_step(free, device_s, 0.0, is_ahead=True)
-        together = seconds_of_a_step(1e-4, device_s, plan_s, is_ahead=True)
-        one_by_one = seconds_of_a_step(1e-4, device_s, plan_s, is_ahead=False)
-        assert together == pytest.approx(max(host, gpu), rel=0.1)
-        assert one_by_one == pytest.approx(host + gpu, rel=0.1)
-        assert min(host, gpu) > 0.25 * max(host, gpu)
+    costs, schedule = {"plan": 0.0}, Scheduler.schedule
+    with virtual_gpus(Machine(device_seconds=lambda name: 0.0, host_seconds=0.0)) as gpus:
+        def planned(self: Scheduler, most_tokens: int | None = None) -> SchedulePlan:
+            gpus.now += costs["plan"]
+            return schedule(self, most_tokens)
+
+        now, slowly = patch.object(MonotonicClock, "now", lambda clock: gpus.now), patch.object(
+            Scheduler, "schedule", planned)
+        with now, slowly, on_gpu(tiny_model("llama"), max_num_batched_tokens=16, num_kv_blocks=80) as engine:
+            for prompt in make_prompts():
+                engine.add_request(prompt, greedy(max_tokens=80, ignore_eos=True))
+            for _ in range(6):
+                engine.step()
+
+            def seconds_of_a_step(host_s: float, device_s: float, plan_s: float) -> float:
+                costs["plan"], gpus.host_seconds, gpus.device_seconds = plan_s, host_s, lambda name: device_s
+                for _ in range(3):
+                    engine.step()
+                begin_s, num_graphs = gpus.now, gpus.counts["graph launches"]
+                for _ in range(4):
+                    engine.step()
+                assert gpus.counts["graph launches"] == num_graphs + 4
+                return (gpus.now - begin_s) / 4
+
+            for device_s in (1e-4, 3e-4):
+                host, gpu = seconds_of_a_step(1e-4, 0.0, 2e-2), seconds_of_a_step(0.0, device_s, 0.0)
+                assert seconds_of_a_step(1e-4, device_s, 2e-2) == pytest.approx(max(host, gpu), rel=0.1)
+                with patch.object(ModelRunner, "can_launch", PropertyMock(return_value=False)):
+                    assert seconds_of_a_step(1e-4, device_s, 2e-2) == pytest.approx(host + gpu, rel=0.1)
+                assert min(host, gpu) > 0.25 * max(host, gpu)
+            assert len(engine.scheduler.running) == 3
 
 
 @pytest.mark.parametrize(("tokens", "fits"), [(256, True), (16384, False), (65536, False)])
