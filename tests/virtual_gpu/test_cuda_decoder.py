@@ -49,9 +49,12 @@ KNOWN: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         **_ROPE, "rope_type": "longrope", "original_max_position_embeddings": 16, "short_factor": [1.5] * 8,
         "long_factor": [4.0] * 8}}, ()),
     "smollm3": ("smollm3", {}, ()),
+    "gemma": ("gemma", {}, ()),
+    "gemma2": ("gemma2", {}, ()),
+    "gemma3": ("gemma3_text", {"tie_word_embeddings": True}, ()),
 }
-FAST = ("llama with biases", "qwen3")
-OTHERS = ("gemma2", "granite", "olmo2", "mixtral", "gpt2")
+FAST = ("llama with biases", "qwen3", "gemma3")
+OTHERS = ("granite", "olmo2", "mixtral", "gpt2")
 
 
 @pytest.fixture(autouse=True)
@@ -68,13 +71,17 @@ def on_gpu(model: Any, **more: Any) -> TransformersModel:
     return backend
 
 
-def expected_launches(biased: tuple[str, ...], attention: tuple[str, ...] = ("decode",)) -> list[str]:
-    """The launches of one layer."""
+def expected_launches(
+    family: str, biased: tuple[str, ...], attention: tuple[str, ...] = ("decode",)
+) -> list[str]:
+    """The launches of one layer; what a layer of Gemma 2 or 3 adds is normed too."""
+    after = ["norm"] * (family in ("gemma2", "gemma3_text"))
+
     def product(name: str) -> str:
         return "addmm" if name in biased else "mm"
 
-    return ["norm", product("qkv"), "rotate", *attention, product("output"), "norm", product("gate_up"), "gated",
-            product("down")]  # fmt: skip
+    return ["norm", product("qkv"), "rotate", *attention, product("output"), *after, "norm", product("gate_up"),
+            "gated", product("down"), *after]  # fmt: skip
 
 
 def launches_of(gpus: Machine, backend: TransformersModel, rows: list[tuple[int, int, int]]) -> list[str]:
@@ -90,17 +97,21 @@ def launches_of(gpus: Machine, backend: TransformersModel, rows: list[tuple[int,
 @pytest.mark.parametrize("name", [
     *FAST, *(pytest.param(name, marks=pytest.mark.kernels) for name in KNOWN if name not in FAST)])
 def test_a_decode_step_is_nine_launches_a_layer(name: str, gpus: Machine) -> None:
-    """Besides, the tokens are looked up and the last states multiplied; chunks in company attend in two launches."""
+    """Besides, the tokens are looked up and the last states multiplied; chunks in company attend in two launches. With
+    norms of what a layer adds there are two more.
+    """
     family, changes, biased = KNOWN[name]
     model = tiny_model(family, dtype=torch.bfloat16, **changes)
     backend, num_layers = on_gpu(model, runs_self_test=False), model.config.num_hidden_layers
     assert type(backend._decoder) is CudaDecoder
     backend._graphed = None
     begin, end = ["embedding", "new_zeros"], ["norm", "index", "mm"]
-    expected = expected_launches(biased)
-    assert len(expected) == 9
+    if family.startswith("gemma"):
+        begin, end = ["embedding", "mul_", "new_zeros"], [*end, *["div", "tanh", "mul"] * (family == "gemma2")]
+    expected = expected_launches(family, biased)
+    assert len(expected) == 9 + 2 * (family in ("gemma2", "gemma3_text"))
     assert launches_of(gpus, backend, [(0, 3, 4), (1, 2, 3)]) == begin + expected * num_layers + end
-    mixed = expected_launches(biased, ("prefill", "decode"))
+    mixed = expected_launches(family, biased, ("prefill", "decode"))
     assert launches_of(gpus, backend, [(0, 4, 16), (1, 3, 4)]) == begin + mixed * num_layers + end
 
 

@@ -43,32 +43,37 @@ class RmsNorm:
     """``weight * x / rms(x)`` over rows, after an optional residual add.
 
     Args:
-        weight: [hidden], bfloat16 or float16, the dtype of all rows.
+        weight: [hidden], of the rows' dtype, or float32: then the product alone is rounded.
         epsilon: added to the mean of squares.
         driver: the GPU.
+        dtype: of all rows, bfloat16 or float16; ``None``: the weight's.
 
     Raises:
         InvalidConfig: no kernel holds rows of this size or dtype.
     """
 
-    def __init__(self, weight: torch.Tensor, epsilon: float, driver: Driver) -> None:
+    def __init__(
+        self, weight: torch.Tensor, epsilon: float, driver: Driver, dtype: torch.dtype | None = None
+    ) -> None:
         self._weight = weight.detach().clone(memory_format=torch.contiguous_format)
+        self._like = torch.empty(0, dtype=dtype or weight.dtype, device=weight.device)
+        self._is_wide = _is_wide(weight, self._like.dtype)
         self._epsilon = epsilon
         self._driver = driver
-        self._name = norm_name(_storage(weight.dtype), weight.numel())
+        self._name = norm_name(_storage(self._like.dtype), weight.numel())
         driver.prepare(self._name)
 
     def __call__(self, residual: torch.Tensor, addend: torch.Tensor | None, out: torch.Tensor) -> None:
         """Add ``addend`` to ``residual`` in place, if there is one, and write the norm of the sum to ``out``.
 
-        All are [T, hidden], contiguous, of the weight's dtype; ``out`` may not be ``addend`` or ``residual``.
+        All are [T, hidden], contiguous, of one dtype; ``out`` may be ``residual`` without an ``addend``, else neither.
         """
         for name, tensor in (("residual", residual), ("addend", addend), ("out", out)):
             if tensor is not None:
-                _check_rows(name, tensor, (residual.shape[0], self._weight.numel()), self._weight)
+                _check_rows(name, tensor, (residual.shape[0], self._weight.numel()), self._like)
         if residual.shape[0]:
             self._driver.launch(self._name, residual.shape[0], (
-                residual, addend, self._weight, out, self._weight.numel() // _VECTOR, self._epsilon,
+                residual, addend, self._weight, out, self._weight.numel() // _VECTOR, self._is_wide, self._epsilon,
             ))
 
 
@@ -151,7 +156,7 @@ class RotaryEmbedding:
             positions: int32 [T], each below the number of ``angles``; it is the caller who sees to that.
             angles: float32 [positions, rotary_size], cosines and then sines, in the precision of the model's dtype.
             slots: int32 [T], -1 for nowhere; ``None`` stores nothing.
-            norms: weights [D] of query heads and of key heads, which are RMS-normed first.
+            norms: weights [D] of query heads and of key heads, which are RMS-normed first, as ``RmsNorm`` does.
             epsilon: of the norms.
         """
         shape, rotary = self._layout.layers[layer], self._rotary_sizes[layer]
@@ -166,6 +171,7 @@ class RotaryEmbedding:
         if angles.shape[1:] != (rotary,) or angles.dtype != torch.float32 or not is_table:
             raise InternalError(f"angles: {angles.dtype} {tuple(angles.shape)}, expected float32 [N, {rotary}].")
         query_norm, key_norm = (self._weight(weight, size) for weight in norms) if norms else (None, None)
+        is_wide = query_norm is not None and _is_wide(query_norm, query.dtype)
         if not num_tokens:
             return
         group_shift = (size // 16 - 1).bit_length()
@@ -173,7 +179,8 @@ class RotaryEmbedding:
             self._name, _ctas(num_tokens * (heads + 2 * shape.num_kv_heads) << group_shift, ROW_THREADS), (
                 query, key, value, positions, angles, query_norm, key_norm, slots, self._keys[layer],
                 self._values[layer], self._layout.block_bytes, num_tokens, *_steps(query), *_steps(key),
-                *_steps(value), heads, shape.num_kv_heads, size, size, rotary, group_shift, self._block_shift, epsilon,
+                *_steps(value), heads, shape.num_kv_heads, size, size, rotary, group_shift, self._block_shift,
+                is_wide, epsilon,
             ),
         )
 
@@ -187,11 +194,15 @@ class RotaryEmbedding:
             raise InternalError(f"{name}: strides {tensor.stride()}, expected heads at multiples of 16 bytes.")
 
     def _weight(self, weight: torch.Tensor, size: int) -> torch.Tensor:
-        if tuple(weight.shape) != (size,) or weight.dtype != self._layout.model_dtype or weight.data_ptr() % 16:
-            raise InternalError(
-                f"norm weight: {weight.dtype} {tuple(weight.shape)}, expected {self._layout.model_dtype} [{size}]."
-            )
+        if tuple(weight.shape) != (size,) or not weight.is_contiguous() or weight.data_ptr() % 16:
+            raise InternalError(f"norm weight: {weight.dtype} {tuple(weight.shape)}, expected [{size}] in one piece.")
         return weight
+
+
+def _is_wide(weight: torch.Tensor, dtype: torch.dtype) -> bool:
+    if weight.dtype not in (dtype, torch.float32):
+        raise InvalidConfig(f"norm weight: got {weight.dtype}, allowed for rows of {dtype} is the same or float32.")
+    return weight.dtype == torch.float32
 
 
 def _storage(dtype: torch.dtype) -> Format:

@@ -1,5 +1,6 @@
-"""A faster decoder on NVIDIA GPUs for the architectures of ``families/table.py`` that are like Llama: nine launches a
-layer of a decode step, where transformers' own modules make thirty-nine.
+"""A faster decoder on NVIDIA GPUs for the architectures of ``families/table.py`` that are like Llama or Gemma: nine
+launches a layer of a decode step, and one for each norm of what a layer adds, where transformers' own modules make
+thirty-nine.
 
 Owns the joined weights and the order of launches of one forward: torch's products, and between them the kernels of
 ``pagedcore_kernels/cuda/elementwise.py`` and attention. They round where the modules do. ``fused.py`` is the same for
@@ -31,6 +32,7 @@ from pagedcore.models.decoders.fused_match import (
 )
 from pagedcore.models.decoders.plain import Decoder, PlainDecoder
 from pagedcore.models.decoders.rotary_angles import angles_by_layer
+from pagedcore.models.families.llama_modules import embedding_scale
 from pagedcore.models.families.table import Family
 from pagedcore.models.linears.packed_linear import OnUnused
 from pagedcore.models.linears.torch_products import TorchProduct
@@ -56,7 +58,7 @@ def _require_fitting(model: Any, family: Family) -> None:
     """Refuse what the kernels do not compute. Raises ``NotFused``."""
     config, body = model.config, model.model
     is_like_llama = not (family.has_multipliers or family.norms_whole_rows or family.has_wide_angles)
-    require(is_like_llama and family.norm_offset is None, "its norms or its angles are not those of Llama")
+    require(is_like_llama and all(family.norms[::2]), "its norms or its angles are not those of Llama or Gemma")
     require(not family.recurrence, "some of its layers do not attend")
     require(not any(has_experts(layer, family) for layer in body.layers), "it has experts")
     require(devices_of(model) == {"cuda"}, "its weights are not on a GPU")
@@ -87,7 +89,7 @@ class _Layer:
         self.place = place
         self.qkv, self.output = _join(attention, family.qkv), _join(attention, ("o_proj",))
         self.gate_up, self.down = _join(mlp, family.gate_up), _join(mlp, ("down_proj",))
-        self.norms = [getattr(layer, name) for name in family.norms if name]
+        self.norms = [getattr(layer, name) if name else None for name in family.norms]
         heads = (attention.q_norm, attention.k_norm) if family.has_head_norms else ()
         self.head_norms = [norm_weight(one, family) for one in heads]
         self.epsilon = norm_epsilon(heads[0]) if heads else 0.0
@@ -98,8 +100,9 @@ class _Launches:
 
     def __init__(self, model: Any, layers: list[_Layer], known: Recognised, attention: LaunchesKernels) -> None:
         layout, driver, device = attention.layout, attention.driver, attention.pool.device
-        norm = partial(_norm, known.family, driver)
-        self.norms = [[norm(module) for module in layer.norms] for layer in layers]
+        norm = partial(_norm, known.family, driver, model.dtype)
+        self.norms = [[norm(module) for module in layer.norms[::2]] for layer in layers]
+        self.norms_of_added = [[norm(module) for module in layer.norms[1::2] if module] for layer in layers]
         self.last_norm = norm(model.model.norm)
         self.gate = GatedActivation(known.activation, model.dtype, driver)
         places = {number: layer.place for number, layer in enumerate(layers)}
@@ -129,7 +132,9 @@ class CudaDecoder(Decoder):
         body = model.model
         self._general = partial(PlainDecoder, model, layers, on_unused)
         self._layers = [_Layer(layer, layers[number], known.family) for number, layer in enumerate(body.layers)]
-        self._embed, self._head = body.embed_tokens, _Product(model.lm_head.weight.detach(), model.lm_head.bias)
+        self._embedding, self._scale = body.embed_tokens, embedding_scale(model.config, model.dtype)
+        self._head = _Product(model.lm_head.weight.detach(), model.lm_head.bias)
+        self._cap = vars(model.config).get("final_logit_softcapping") if known.family.is_gemma else None
         self._sizes = model.config.hidden_size, model.config.intermediate_size
         self._make: Callable[[LaunchesKernels], _Launches] = partial(_Launches, model, self._layers, known)
         self._launches: _Launches | None = None
@@ -155,7 +160,7 @@ class CudaDecoder(Decoder):
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
     ) -> torch.Tensor:
         """Compute a batch; see ``Decoder``."""
-        return self._head(self._hidden(step, token_ids, positions)[rows])
+        return self._logits(self._hidden(step, token_ids, positions)[rows])
 
     def with_hidden(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
@@ -163,7 +168,11 @@ class CudaDecoder(Decoder):
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         """Compute a batch; see ``HiddenDecoder``."""
         hidden = self._hidden(step, token_ids, positions)
-        return self._head(hidden[rows]), hidden[hidden_rows]
+        return self._logits(hidden[rows]), hidden[hidden_rows]
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        logits = self._head(rows)
+        return logits if self._cap is None else torch.tanh(logits / self._cap) * self._cap
 
     def _hidden(self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the states [T, hidden] that the output layer multiplies."""
@@ -172,14 +181,16 @@ class CudaDecoder(Decoder):
         assert launches is not None
         attention: Any = step.attention
         slots = attention.planned_slots()
-        residual, addend = self._embed(token_ids), None
+        residual, addend = nn.functional.embedding(token_ids, self._embedding.weight), None
+        if self._scale != 1.0:
+            residual *= self._scale
         place, num = self._layers[0].place, len(token_ids)
         normed, gated = torch.empty_like(residual), residual.new_empty(num, self._sizes[1])
         # Why zeros: attention leaves rows of padding as they are.
         attended = residual.new_zeros(num, place.num_heads, place.value_head_size)
         counts = [place.num_heads, place.num_kv_heads, place.num_kv_heads]
         for number, layer in enumerate(self._layers):
-            place, (before, after) = layer.place, launches.norms[number]
+            place, (before, between), added = layer.place, launches.norms[number], launches.norms_of_added[number]
             before(residual, addend, normed)
             heads = layer.qkv(normed).view(num, -1, place.key_head_size)
             query, key, value = torch.split(heads, counts, 1)
@@ -189,9 +200,14 @@ class CudaDecoder(Decoder):
             )
             attention.attend_to(attended, place.index, query, scale=place.scale, window=place.window,
                                 chunk=place.chunk, softcap=place.softcap)
-            after(residual, layer.output(attended.view(num, -1)), normed)
+            addend = layer.output(attended.view(num, -1))
+            if added:
+                added[0](addend, None, addend)
+            between(residual, addend, normed)
             launches.gate(layer.gate_up(normed), gated)
             addend = layer.down(gated)
+            if added:
+                added[1](addend, None, addend)
         launches.last_norm(residual, addend, normed)
         return normed
 
@@ -211,5 +227,5 @@ def _join(parent: nn.Module, names: tuple[str, ...]) -> _Product:
     return _Product(weight, bias)
 
 
-def _norm(family: Family, driver: Any, module: Any) -> RmsNorm:
-    return RmsNorm(norm_weight(module, family), norm_epsilon(module), driver)
+def _norm(family: Family, driver: Any, dtype: torch.dtype, module: Any) -> RmsNorm:
+    return RmsNorm(norm_weight(module, family), norm_epsilon(module), driver, dtype)

@@ -107,7 +107,7 @@ class FusedDecoder(Decoder):
         head = fuse(linears, (lambda weight: None) if is_tied else on_unused, model, ("lm_head",))
         if is_tied:
             share_rows(self._embedding, head, on_unused)
-        cap = config.final_logit_softcapping if family.is_gemma else None
+        cap = vars(config).get("final_logit_softcapping") if family.is_gemma else None
         divisor = float(config.logits_scaling) if family.has_multipliers else 1.0
         norm = norm_of(body.get_submodule(family.name_of("norm")), family)
         self._output = OutputLayer(norm, head, cap, divisor, model.dtype)

@@ -166,6 +166,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
         has_wide_angles=True, has_rope_by_type=True,
         fields={"attention_bias": is_flag, "layer_types": are_layer_types, "sliding_window": is_window},
     ),
+    # Why no fields: transformers loads these.
+    "gemma": Family(classes="Gemma", norm_offset=1.0, is_gemma=True, modules=_GEMMA_MODULES, fields={}),
     "gemma2": Family(
         classes="Gemma2", norms=_AROUND, norm_offset=1.0, is_gemma=True, modules=_GEMMA_MODULES, fields=_GEMMA,
         attention="eager",  # because transformers' other attention knows no soft cap

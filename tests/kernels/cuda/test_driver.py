@@ -22,7 +22,7 @@ NOTHING = """.version 8.0
 .target sm_80
 .address_size 64
 .visible .entry nothing(
-    .param .u64 a, .param .u64 b, .param .u64 c, .param .u64 d, .param .s32 e, .param .f32 f) {
+    .param .u64 a, .param .u64 b, .param .u64 c, .param .u64 d, .param .s32 e, .param .s32 f, .param .f32 g) {
     ret;
 }
 """
@@ -49,7 +49,7 @@ def test_drivers_of_a_gpu_share_what_is_loaded(tmp_path: Path) -> None:
         assert [module.context.index for module in api.modules] == [0, 1]
         assert api.retained == {0: 2, 1: 1}
         for _ in range(3):
-            made[0].launch(NAME, 5, (1, 2, 3, 4, 5, 0.5))
+            made[0].launch(NAME, 5, (1, 2, 3, 4, 5, 0, 0.5))
         assert api.calls == {"cuModuleLoadData": 2, "cuLaunchKernel": 3}
         del made[0], one
         gc.collect()
@@ -74,7 +74,7 @@ def test_a_driver_works_from_any_thread_and_changes_no_current_gpu(has_context: 
             made.prepare(NAME)
             made.begin_step()
             assert made.num_ctas(NAME) == 8 * gpus.num_sms
-            made.launch(NAME, 1, (0, 0, 0, 0, 0, 0.0))
+            made.launch(NAME, 1, (0, 0, 0, 0, 0, 0, 0.0))
             found.extend([gpus.has_context, gpus.device, gpus.default_stream(1).put])
 
         thread = threading.Thread(target=work)
@@ -92,8 +92,8 @@ def test_a_launch_passes_grid_threads_stream_and_arguments(tmp_path: Path) -> No
         made.prepare(NAME)
         with torch.cuda.stream(side):
             made.begin_step()
-        made.launch(NAME, 5, (tensor, None, 2**63, 4, -1, 0.5))
-        assert api.last_launch == (5, 256, 0, side.cuda_stream, tensor.data_ptr(), 0, 2**63, 4, -1, 0.5)
+        made.launch(NAME, 5, (tensor, None, 2**63, 4, -1, 1, 0.5))
+        assert api.last_launch == (5, 256, 0, side.cuda_stream, tensor.data_ptr(), 0, 2**63, 4, -1, 1, 0.5)
         assert side.put == 1
 
 
@@ -104,7 +104,7 @@ def test_large_shared_memory_is_asked_for_when_loading(tmp_path: Path) -> None:
         api = DriverApi(gpus)
         made = driver(tmp_path, api, shared_bytes=100_000)
         made.prepare(NAME)
-        made.launch(NAME, 1, (0, 0, 0, 0, 0, 0.0))
+        made.launch(NAME, 1, (0, 0, 0, 0, 0, 0, 0.0))
         assert made.num_ctas(NAME) == 2 * gpus.num_sms
         with pytest.raises(InvalidConfig, match=r"300000 .* 232448"):
             driver(tmp_path, api, shared_bytes=300_000).prepare(NAME)
@@ -132,11 +132,11 @@ def test_a_failing_launch_is_an_error(tmp_path: Path) -> None:
         api = DriverApi(gpus)
         made = driver(tmp_path, api)
         made.prepare(NAME)
-        made.launch(NAME, 1, (2**40, 0, 0, 0, 0, 0.0))
+        made.launch(NAME, 1, (2**40, 0, 0, 0, 0, 0, 0.0))
         with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
             torch.cuda.synchronize()
         with pytest.raises(InternalError, match=r"norm-bf16-1: .* 700"):
-            made.launch(NAME, 1, (0, 0, 0, 0, 0, 0.0))
+            made.launch(NAME, 1, (0, 0, 0, 0, 0, 0, 0.0))
 
 
 @pytest.mark.parametrize("arguments", [(0, 0, 0, 0), (0, 0, 0, 0, 0, 0), (-1, 0, 0, 0, 0), (0, 0, 0, 0, 2**32)])

@@ -80,6 +80,17 @@ def test_norm_alone(dtype: torch.dtype) -> None:
     norm(residual[:0], None, out[:0])
 
 
+@pytest.mark.parametrize(("dtype", "hidden"), [(BF16, 904), pytest.param(F16, 5120, marks=pytest.mark.kernels)])
+def test_norm_by_a_weight_in_float32(dtype: torch.dtype, hidden: int) -> None:
+    """The product alone is rounded, to what is nearest, and may take the place of the row."""
+    rows, weight = random_rows(0, 4, hidden, dtype=dtype), 1 + random_rows(1, hidden, dtype=dtype).float()
+    exact = double(rows) / np.sqrt((double(rows) ** 2).mean(-1, keepdims=True) + 1e-6) * double(weight)
+    RmsNorm(weight, 1e-6, SimulatedDriver(check_races=True), dtype)(rows, None, rows)
+    # Why not all: float32 before the rounding is a little off, and shows where the exact number is near a tie.
+    assert (bits(rows) == bits(torch.from_numpy(exact).to(dtype))).double().mean() > 0.99
+    assert_close(rows, exact)
+
+
 def silu(x: Double) -> Double:
     return x / (1 + np.exp(-x))
 
@@ -231,6 +242,25 @@ def test_queries_and_keys_are_normed_first(
     assert torch.equal(values[0].contiguous().view(torch.uint8), values[1].contiguous().view(torch.uint8))
 
 
+@pytest.mark.parametrize(("dtype", "size", "rotary", "options"), [
+    (BF16, 64, None, {}), pytest.param(F16, 96, 32, {"interleaved": True}, marks=pytest.mark.kernels),
+])
+def test_weights_of_head_norms_may_be_float32(
+    dtype: torch.dtype, size: int, rotary: int | None, options: dict[str, Any]
+) -> None:
+    """The product alone is rounded then."""
+    case = Rotation(dtype, dtype, size, rotary, **options)
+    weights = [1 + random_rows(seed, size, dtype=dtype).float() for seed in (1, 2)]
+    expected = []
+    for heads, weight in zip((case.query, case.key), weights, strict=True):
+        x = heads.double()
+        expected.append(case.turn((x / ((x * x).mean(-1, keepdim=True) + 1e-6).sqrt() * weight).to(dtype)))
+    case.run(norms=weights, epsilon=1e-6)
+    assert (case.query.double() - expected[0].double()).abs().max() <= 4 * TOLERANCE[dtype] * expected[0].abs().max()
+    assert (bits(case.query) == bits(expected[0])).double().mean() > 0.97
+    assert (case.pool == case.written_by_the_reference(expected[1])).double().mean() > 0.98
+
+
 def test_without_slots_queries_turn_and_nothing_is_stored() -> None:
     """Slots of None leave the pool alone; NaN stays in its own head."""
     case = Rotation(BF16, BF16, 128, None)
@@ -248,6 +278,7 @@ def test_without_slots_queries_turn_and_nothing_is_stored() -> None:
     (lambda d: RmsNorm(torch.ones(12, dtype=BF16), 0.0, d), "multiples of 8"),
     (lambda d: RmsNorm(torch.ones(16392, dtype=BF16), 0.0, d), "16384"),
     (lambda d: RmsNorm(torch.ones(16), 0.0, d), "bfloat16 and float16"),
+    (lambda d: RmsNorm(torch.ones(16, dtype=F16), 0.0, d, BF16), "allowed for rows of torch.bfloat16"),
     (lambda d: GatedActivation("relu", BF16, d), "gelu_tanh"),
     (lambda d: _embedding(d, size=128, rotary_size=24), "multiples of 16"),
     (lambda d: _embedding(d, size=24), "multiples of 16"),

@@ -60,6 +60,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {}),
     "olmo2": ("olmo2", {}),
     "olmo3": ("olmo3", {}),
+    "gemma": ("gemma", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {"final_logit_softcapping": 20.0}),
     "mixtral": ("mixtral", {}),

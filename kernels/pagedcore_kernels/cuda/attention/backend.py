@@ -178,7 +178,7 @@ class NumbaCudaAttention:
             self._layout.block_bytes, step.plan.num_tokens, 0, 0,
             key.stride(0) * key.itemsize, key.stride(1) * key.itemsize,
             value.stride(0) * value.itemsize, value.stride(1) * value.itemsize,
-            0, shape.num_kv_heads, *sizes, 0, group_shift, self._block_shift, 0.0,
+            0, shape.num_kv_heads, *sizes, 0, group_shift, self._block_shift, 0, 0.0,
         ))
 
     def attend(

@@ -27,9 +27,9 @@ from pagedcore_kernels.errors import InvalidConfig
 
 ATTENTION_PARAMETERS: Final = "QQQQQQQQQQQQIIiiiiiff"
 """Letters of ``struct``: 11 addresses, the bytes from block to block, and the sizes that ``device/decode.py`` names."""
-ROTATE_PARAMETERS: Final = "QQQQQQQQQQQIIIIIIIIIIIIIIf"
+ROTATE_PARAMETERS: Final = "QQQQQQQQQQQIIIIIIIIIIIIIIIf"
 """10 addresses, the bytes from block to block, and the sizes that ``device/rotate.py`` names."""
-NORM_PARAMETERS: Final = "QQQQif"
+NORM_PARAMETERS: Final = "QQQQiif"
 GATED_PARAMETERS: Final = "QQII"
 SAMPLE_PARAMETERS: Final = "QQQQi"
 

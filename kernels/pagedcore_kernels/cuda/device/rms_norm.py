@@ -1,7 +1,8 @@
 """RMS norm of rows of hidden states, after an optional residual add: every element is read once.
 
 A CTA has one row in its registers. The sum is rounded to the storage format, the squares are added up in float32, the
-normed row is rounded before the weight multiplies it: the roundings of ``cpu/hidden_rows.py``. The order of additions
+normed row is rounded before the weight multiplies it, or with a weight in float32 the product alone: the roundings of
+``cpu/hidden_rows.py``. The order of additions
 is a function of the row's length alone: a thread's elements, the lanes of a warp as a tree, the warps in ascending
 order. Division and square root are the exactly rounded ones, so no bit is left to an approximation.
 """
@@ -36,16 +37,32 @@ def inverse_rms(squares, count, epsilon):
     return ptx.fdiv(f32(1), ptx.fsqrt(ptx.fadd(ptx.fdiv(squares, f32(count)), epsilon)))
 
 
+def normed_by_float32(storage: Format) -> Any:
+    """The function that multiplies a pair with the inverse root and two bits of float32, and rounds once."""
+    low, high = pair_unpackers(storage)
+    pack = packer(storage)
+
+    @cuda.jit(device=True, inline="always")
+    def wide_product(pair, scale, first, second):
+        return pack(ptx.fmul(ptx.fmul(low(pair), scale), ptx.as_f32(first)),
+                    ptx.fmul(ptx.fmul(high(pair), scale), ptx.as_f32(second)))
+
+    return wide_product
+
+
 def rms_norm_kernel(storage: Format, vectors: int) -> Any:
     """Make the kernel for rows of up to ``ROW_THREADS * vectors`` vectors of 16 bytes."""
     VECTORS, WORDS = vectors, vectors * 4
     low, high = pair_unpackers(storage)
     pack = packer(storage)
+    wide_product = normed_by_float32(storage)
 
-    def rms_norm(residual, addend, weight, out, row_vectors, epsilon):
-        """CTA b adds row b of ``addend``, unless that is 0, to ``residual`` in place, and writes the norm to ``out``.
+    def rms_norm(residual, addend, weight, out, row_vectors, is_wide, epsilon):
+        """CTA b adds row b of ``addend``, unless that is 0, to ``residual`` in place, and writes the norm to ``out``,
+        which may be ``residual`` where there is no ``addend``.
 
-        Rows are ``row_vectors`` vectors of eight elements, one right after another.
+        Rows are ``row_vectors`` vectors of eight elements, one right after another; so is the weight, which is of the
+        storage format or, if ``is_wide``, float32.
         """
         sums = ptx.shared_address(cuda.shared.array(_WARPS, dtype=np.float32))
         t = i32(cuda.threadIdx.x)
@@ -83,10 +100,17 @@ def rms_norm_kernel(storage: Format, vectors: int) -> Any:
         for j in range(VECTORS):
             place = i32(t + j * ROW_THREADS)
             if place < row_vectors:
-                words = ptx.ldg128_nc(weight + u64(u32(place)) * u64(16))
-                for k in range(4):
-                    normed = pack(ptx.fmul(low(x[4 * j + k]), scale), ptx.fmul(high(x[4 * j + k]), scale))
-                    y[k] = pack(ptx.fmul(low(words[k]), low(normed)), ptx.fmul(high(words[k]), high(normed)))
+                if is_wide != 0:
+                    for h in range(2):
+                        wide = ptx.ldg128_nc(weight + u64(u32(place)) * u64(32) + u64(16 * h))
+                        for k in range(2):
+                            word = x[4 * j + 2 * h + k]
+                            y[2 * h + k] = wide_product(word, scale, wide[2 * k], wide[2 * k + 1])
+                else:
+                    words = ptx.ldg128_nc(weight + u64(u32(place)) * u64(16))
+                    for k in range(4):
+                        normed = pack(ptx.fmul(low(x[4 * j + k]), scale), ptx.fmul(high(x[4 * j + k]), scale))
+                        y[k] = pack(ptx.fmul(low(words[k]), low(normed)), ptx.fmul(high(words[k]), high(normed)))
                 ptx.stg128(out + row + u64(u32(place)) * u64(16), y[0], y[1], y[2], y[3])
 
     return rms_norm

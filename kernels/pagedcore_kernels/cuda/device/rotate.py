@@ -18,7 +18,7 @@ import numpy as np
 from pagedcore_kernels.cuda.device import primitives as ptx
 from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
-from pagedcore_kernels.cuda.device.rms_norm import inverse_rms, sum_of_group
+from pagedcore_kernels.cuda.device.rms_norm import inverse_rms, normed_by_float32, sum_of_group
 from pagedcore_kernels.cuda.device.tiles import packer, pair_unpackers
 from pagedcore_kernels.cuda.device.write_kv import largest_magnitude, row_store
 from pagedcore_kernels.cuda.shapes import ROW_THREADS, Format
@@ -34,6 +34,7 @@ def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
     low, high = pair_unpackers(source)
     pack = packer(source)
     store_row, largest_of_group = row_store(source, pool), largest_magnitude(source)
+    wide_product = normed_by_float32(source)
 
     @cuda.jit(device=True, inline="always")
     def turned(x, y, cosine, sine):
@@ -70,9 +71,10 @@ def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
     def rotate_and_write(query, key, value, positions, angles, query_norm, key_norm, slots, key_pool, value_pool,
                          block_stride, num_tokens, query_token, query_head, key_token, key_head, value_token,
                          value_head, heads, kv_heads, head_size, value_size, rotary_size, group_shift, block_shift,
-                         epsilon):
+                         is_wide, epsilon):
         """Turn query [T, H, D] in place by angles [positions, rotary_size], cosines and then sines in float32, and
         write key [T, KVH, D] and value [T, KVH, Dv] to their slots. Slots at address 0 mean that nothing is written.
+        Weights of norms are of the storage format or, if ``is_wide``, float32.
         """
         index = u32(u32(u32(cuda.blockIdx.x) * u32(ROW_THREADS)) + u32(cuda.threadIdx.x))
         item = u32(index >> u32(group_shift))
@@ -117,7 +119,15 @@ def rotate_kernel(source: Format, pool: Format, interleaved: bool) -> Any:
                 squares = ptx.ffma(low(x[i]), low(x[i]), squares)
                 squares = ptx.ffma(high(x[i]), high(x[i]), squares)
             scale = inverse_rms(sum_of_group(squares, group_shift), head_size, epsilon)
-            if works and not is_value:
+            if works and not is_value and is_wide != 0:
+                for half in range(2):
+                    at = norm + u64(u32((chunk_a if half == 0 else chunk_b) << u32(5)))
+                    for h in range(2):
+                        wide = ptx.ldg128_nc(at + u64(16 * h))
+                        for k in range(2):
+                            i = 4 * half + 2 * h + k
+                            x[i] = wide_product(x[i], scale, wide[2 * k], wide[2 * k + 1])
+            elif works and not is_value:
                 a = ptx.ldg128_nc(norm + u64(u32(chunk_a << u32(4))))
                 b = ptx.ldg128_nc(norm + u64(u32(chunk_b << u32(4))))
                 w = (a[0], a[1], a[2], a[3], b[0], b[1], b[2], b[3])
