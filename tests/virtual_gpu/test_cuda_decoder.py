@@ -53,8 +53,9 @@ KNOWN: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "gemma2": ("gemma2", {}, ()),
     "gemma3": ("gemma3_text", {"tie_word_embeddings": True}, ()),
 }
-FAST = ("llama with biases", "qwen3", "gemma3")
-OTHERS = ("granite", "olmo2", "mixtral", "gpt2")
+MIXTURES = ("mixtral", "qwen3_moe")
+FAST = ("llama with biases", "qwen3", "gemma3", "mixtral")
+OTHERS = ("granite", "olmo2", "gpt2")
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +96,7 @@ def launches_of(gpus: Machine, backend: TransformersModel, rows: list[tuple[int,
 
 
 @pytest.mark.parametrize("name", [
-    *FAST, *(pytest.param(name, marks=pytest.mark.kernels) for name in KNOWN if name not in FAST)])
+    pytest.param(name, marks=[] if name in FAST else [pytest.mark.kernels]) for name in KNOWN])
 def test_a_decode_step_is_nine_launches_a_layer(name: str, gpus: Machine) -> None:
     """Besides, the tokens are looked up and the last states multiplied; chunks in company attend in two launches. With
     norms of what a layer adds there are two more.
@@ -116,10 +117,10 @@ def test_a_decode_step_is_nine_launches_a_layer(name: str, gpus: Machine) -> Non
 
 
 @pytest.mark.parametrize("name", [
-    *FAST, *(pytest.param(name, marks=pytest.mark.kernels) for name in KNOWN if name not in FAST)])
+    *FAST, *(pytest.param(name, marks=pytest.mark.kernels) for name in (*KNOWN, *MIXTURES) if name not in FAST)])
 def test_logits_are_those_of_the_modules(name: str, gpus: Machine) -> None:
     """The self-test passes, and chunks and decode rows in random company give transformers' own logits."""
-    family, changes, _ = KNOWN[name]
+    family, changes, _ = KNOWN.get(name, (name, {}, ()))
     model = tiny_model(family, dtype=torch.bfloat16, **changes)
     sequences = random_sequences(LENGTHS, VOCAB)
     with torch.inference_mode():
@@ -135,7 +136,24 @@ def test_logits_are_those_of_the_modules(name: str, gpus: Machine) -> None:
             dataclasses.replace(batch, is_long=is_long[batch.seq_ids]))
     steps = random_schedule(rng, LENGTHS)
     for found, wanted in zip(run_schedule(backend, sequences, steps, tables, BLOCK), expected, strict=True):
-        assert (found - wanted).norm() < 0.03 * wanted.norm()
+        errors = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        # Why: a router's near tie can send a token elsewhere.
+        assert errors.quantile(0.75 if name in MIXTURES else 1.0) < 0.04
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.kernels)])
+def test_half_of_a_layer_of_experts_is_six_launches(family: str, gpus: Machine) -> None:
+    """The other half is transformers' own block, between one layer's second norm and the next one's first."""
+    model = tiny_model(family, dtype=torch.bfloat16)
+    backend = on_gpu(model, runs_self_test=False)
+    assert type(backend._decoder) is CudaDecoder
+    backend._graphed = None
+    launches = launches_of(gpus, backend, [(0, 3, 4), (1, 2, 3)])
+    places = [place for place, name in enumerate(launches) if name == "rotate"]
+    assert len(places) == model.config.num_hidden_layers
+    for place in places:
+        assert launches[place - 2 : place + 4] == ["norm", "mm", "rotate", "decode", "mm", "norm"]
+    assert launches.count("norm") == 2 * len(places) + 1
 
 
 @pytest.mark.parametrize("family", OTHERS)

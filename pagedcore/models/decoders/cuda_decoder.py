@@ -1,6 +1,6 @@
 """A faster decoder on NVIDIA GPUs for the architectures of ``families/table.py`` that are like Llama or Gemma: nine
 launches a layer of a decode step, and one for each norm of what a layer adds, where transformers' own modules make
-thirty-nine.
+thirty-nine. Experts stay the module that a model has.
 
 Owns the joined weights and the order of launches of one forward: torch's products, and between them the kernels of
 ``pagedcore_kernels/cuda/elementwise.py`` and attention. They round where the modules do. ``fused.py`` is the same for
@@ -60,7 +60,6 @@ def _require_fitting(model: Any, family: Family) -> None:
     is_like_llama = not (family.has_multipliers or family.norms_whole_rows or family.has_wide_angles)
     require(is_like_llama and all(family.norms[::2]), "its norms or its angles are not those of Llama or Gemma")
     require(not family.recurrence, "some of its layers do not attend")
-    require(not any(has_experts(layer, family) for layer in body.layers), "it has experts")
     require(devices_of(model) == {"cuda"}, "its weights are not on a GPU")
     attention = body.layers[0].self_attn
     fits = can_compute(
@@ -88,7 +87,9 @@ class _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         self.place = place
         self.qkv, self.output = _join(attention, family.qkv), _join(attention, ("o_proj",))
-        self.gate_up, self.down = _join(mlp, family.gate_up), _join(mlp, ("down_proj",))
+        self.experts = mlp if has_experts(layer, family) else None
+        if self.experts is None:
+            self.gate_up, self.down = _join(mlp, family.gate_up), _join(mlp, ("down_proj",))
         self.norms = [getattr(layer, name) if name else None for name in family.norms]
         heads = (attention.q_norm, attention.k_norm) if family.has_head_norms else ()
         self.head_norms = [norm_weight(one, family) for one in heads]
@@ -135,15 +136,16 @@ class CudaDecoder(Decoder):
         self._embedding, self._scale = body.embed_tokens, embedding_scale(model.config, model.dtype)
         self._head = _Product(model.lm_head.weight.detach(), model.lm_head.bias)
         self._cap = vars(model.config).get("final_logit_softcapping") if known.family.is_gemma else None
-        self._sizes = model.config.hidden_size, model.config.intermediate_size
+        is_dense = any(one.experts is None for one in self._layers)
+        self._gated_size = model.config.intermediate_size if is_dense else 0
         self._make: Callable[[LaunchesKernels], _Launches] = partial(_Launches, model, self._layers, known)
         self._launches: _Launches | None = None
 
     @property
     def torch_products(self) -> Sequence[TorchProduct]:
         """Those of the layers and of the head; see ``Decoder``."""
-        return [*(product for one in self._layers for product in (one.qkv, one.output, one.gate_up, one.down)),
-                self._head]
+        dense = (product for one in self._layers if one.experts is None for product in (one.gate_up, one.down))
+        return [*(product for one in self._layers for product in (one.qkv, one.output)), *dense, self._head]
 
     def fallback(self) -> Decoder:
         """Return the general decoder on the same weights."""
@@ -185,7 +187,7 @@ class CudaDecoder(Decoder):
         if self._scale != 1.0:
             residual *= self._scale
         place, num = self._layers[0].place, len(token_ids)
-        normed, gated = torch.empty_like(residual), residual.new_empty(num, self._sizes[1])
+        normed, gated = torch.empty_like(residual), residual.new_empty(num, self._gated_size)
         # Why zeros: attention leaves rows of padding as they are.
         attended = residual.new_zeros(num, place.num_heads, place.value_head_size)
         counts = [place.num_heads, place.num_kv_heads, place.num_kv_heads]
@@ -204,8 +206,11 @@ class CudaDecoder(Decoder):
             if added:
                 added[0](addend, None, addend)
             between(residual, addend, normed)
-            launches.gate(layer.gate_up(normed), gated)
-            addend = layer.down(gated)
+            if layer.experts is None:
+                launches.gate(layer.gate_up(normed), gated)
+                addend = layer.down(gated)
+            else:
+                addend = layer.experts(normed[None])[0]
             if added:
                 added[1](addend, None, addend)
         launches.last_norm(residual, addend, normed)
