@@ -1,7 +1,7 @@
 """Where everything lies that the recurrent layers of a model keep of one sequence; the only place that knows.
 
-Owns the arithmetic of a pool of states: offsets, alignment and the views that tests and the reference use. It computes
-no recurrence and imports no compiler. Read ``reference_states.py`` next for how the views are used.
+Owns the arithmetic of a pool of states: offsets, alignment and the views that tests use. It computes no recurrence and
+imports no compiler. Read ``cpu/recurrence/states.py`` next.
 """
 
 from __future__ import annotations

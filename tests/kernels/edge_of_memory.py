@@ -182,7 +182,7 @@ def multiply_grouped(
 
 def advance(recurrence: Recurrence) -> torch.Tensor:
     """Compute a step of three rows; everything that the kernel is given ends where memory ends."""
-    case = Case(recurrence, (5, 1, 9), RecurrentStates)
+    case = Case(recurrence, (5, 1, 9))
     apart, states = torch.cat(case.whole(padding=0)), case.states()[:3].clone()
     given = {name: torch.cat([one[name] for one in case.sequences]) for name in case.sequences[0]} | case.weights
     case.pool = tensor_before_the_edge(case.pool[:3])

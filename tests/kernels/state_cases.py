@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagedcore_kernels.cpu.recurrence.states import RecurrentStates
 from pagedcore_kernels.state_layout import StateLayout, StatePart
 
 LAYER, PART = 1, 1
@@ -304,14 +305,14 @@ class LinearRecurrence(Recurrence):
 class Case:
     """Random sequences of one recurrence, and a pool of states full of NaN."""
 
-    def __init__(self, recurrence: Recurrence, lengths: Sequence[int], kind: Any, num_states: int = 12) -> None:
+    def __init__(self, recurrence: Recurrence, lengths: Sequence[int], num_states: int = 12) -> None:
         random = torch.Generator().manual_seed(len(lengths))
         self.recurrence = recurrence
         self.sequences = [recurrence.tokens(length, random) for length in lengths]
         self.lengths = lengths
         self.weights = recurrence.weights(random)
         self.pool = recurrence.layout.allocate(num_states).fill_(0xFF)
-        self.backend = kind(recurrence.layout, self.pool)
+        self.backend = RecurrentStates(recurrence.layout, self.pool)
 
     def states(self) -> torch.Tensor:
         """View the states [num_states, ...] of the part under test."""

@@ -34,7 +34,6 @@ from pagedcore_kernels.cpu.recurrence.states import RecurrentStates
 from pagedcore_kernels.cpu.runtime.kernel import Kernel
 from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, StepShape
 from pagedcore_kernels.cpu.runtime.threads import Computing
-from pagedcore_kernels.reference_states import ReferenceStates
 
 F32, BF16 = torch.float32, torch.bfloat16
 SMALL = [
@@ -54,7 +53,6 @@ REAL = [
 ]  # fmt: skip
 """Those of Qwen3-Next, OLMo hybrid, Kimi Linear, Granite 4 H, Falcon-H1, Nemotron-H, Jamba and MiniMax."""
 LENGTHS = 21, 1, 4, 9
-KINDS = pytest.mark.parametrize("kind", [RecurrentStates, ReferenceStates])
 
 
 def assert_near_float64(case: Case) -> None:
@@ -66,32 +64,30 @@ def assert_near_float64(case: Case) -> None:
         assert np.abs(case.states()[one].double().numpy() - state).max() < 2e-6 * np.abs(state).max()
 
 
-@KINDS
 @pytest.mark.parametrize("recurrence", SMALL + UNEVEN, ids=str)
-def test_against_float64(kind: Any, recurrence: Recurrence) -> None:
+def test_against_float64(recurrence: Recurrence) -> None:
     """Outputs and states are those of the formulas, from zeros on, in sequences that share nothing but the step."""
-    assert_near_float64(Case(recurrence, LENGTHS, kind))
+    assert_near_float64(Case(recurrence, LENGTHS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recurrence", REAL, ids=str)
 def test_real_sizes_against_float64(recurrence: Recurrence) -> None:
     """So they are in the sizes of models."""
-    assert_near_float64(Case(recurrence, (9, 1, 3), RecurrentStates))
+    assert_near_float64(Case(recurrence, (9, 1, 3)))
 
 
 @pytest.mark.parametrize("recurrence", [DeltaRule(F32, 2, 2, 32, 32), Mamba2(F32, 2, 1, 32, 16)], ids=str)
 def test_long_sequences_drift_no_further(recurrence: Recurrence) -> None:
     """After 3,000 positions outputs and state are as near to float64 as after a few."""
-    assert_near_float64(Case(recurrence, (3000,), RecurrentStates))
+    assert_near_float64(Case(recurrence, (3000,)))
 
 
-@KINDS
 @pytest.mark.parametrize("recurrence", SMALL + UNEVEN[:1], ids=str)
-def test_a_cut_at_any_position_changes_no_bit(kind: Any, recurrence: Recurrence) -> None:
+def test_a_cut_at_any_position_changes_no_bit(recurrence: Recurrence) -> None:
     """A prompt in one piece, in two wherever it is cut, and token by token: the same outputs and the same state."""
     length, last = 9, 1
-    case = Case(recurrence, (length,), kind)
+    case = Case(recurrence, (length,))
     (whole,) = case.step((0, 0, length), reads=[-1], writes=[last])
     state = case.states()[last].clone()
     for cut in range(1, length):
@@ -108,7 +104,7 @@ def test_a_cut_at_any_position_changes_no_bit(kind: Any, recurrence: Recurrence)
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_company_and_threads_change_no_bit(recurrence: Recurrence, num_threads: int) -> None:
     """Alone on one thread, or in any order and place beside others on several: the same outputs and the same states."""
-    case, alone = Case(recurrence, LENGTHS, RecurrentStates), Case(recurrence, LENGTHS, RecurrentStates)
+    case, alone = Case(recurrence, LENGTHS), Case(recurrence, LENGTHS)
     order, places = (2, 0, 3, 1), (8, 2, 11, 0)
     with Computing(num_threads):
         outs = case.step(*[(one, 0, LENGTHS[one]) for one in order], reads=[-1] * 4, writes=places, padding=5)
@@ -125,7 +121,7 @@ def test_company_and_threads_change_no_bit(recurrence: Recurrence, num_threads: 
 ], ids=str)  # fmt: skip
 def test_columns_taken_together_change_no_bit(recurrence: Recurrence, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether a thread takes few or many columns of a state, what comes of each is the same."""
-    case = Case(recurrence, LENGTHS, RecurrentStates)
+    case = Case(recurrence, LENGTHS)
     lanes, vectors = outer_products.group_vectors(512, 32)
     found = []
     for taken in (lanes * vectors, outer_products.columns_at_once(512, 32, 8, 1)):
@@ -147,7 +143,7 @@ def test_columns_taken_together_change_no_bit(recurrence: Recurrence, monkeypatc
 ], ids=str)  # fmt: skip
 def test_vectors_and_remainders_have_the_same_bits(wide: Any, narrow: Any, names: tuple[str, ...]) -> None:
     """Channels computed by vectors of any number of lanes, or one by one, have the bits of whole vectors."""
-    cases = [Case(one, LENGTHS, RecurrentStates) for one in (wide, narrow)]
+    cases = [Case(one, LENGTHS) for one in (wide, narrow)]
     size = narrow.part.shape[-1]
     cases[1].sequences = [
         {name: x[..., :size].contiguous() if name in names else x for name, x in given.items()}
@@ -160,11 +156,10 @@ def test_vectors_and_remainders_have_the_same_bits(wide: Any, narrow: Any, names
     assert torch.equal(cases[0].states()[:4, ..., :size], cases[1].states()[:4])
 
 
-@KINDS
 @pytest.mark.parametrize("recurrence", SMALL, ids=str)
-def test_forks_read_one_state_and_only_what_is_named_is_written(kind: Any, recurrence: Recurrence) -> None:
+def test_forks_read_one_state_and_only_what_is_named_is_written(recurrence: Recurrence) -> None:
     """Rows that begin from one state go on as each would alone; it stays as it was, and so do all others."""
-    case = Case(recurrence, (12, 12, 12), kind)
+    case = Case(recurrence, (12, 12, 12))
     case.step((0, 0, 5), reads=[-1], writes=[3])
     before = case.pool.clone()
     outs = case.step((0, 5, 9), (1, 5, 12), (2, 5, 6), reads=[3, 3, 3], writes=[7, -1, 0])
@@ -184,7 +179,7 @@ def test_forks_read_one_state_and_only_what_is_named_is_written(kind: Any, recur
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_poisoned_row_poisons_no_other(recurrence: Recurrence, poison: float) -> None:
     """NaN and infinity in one row's inputs, or in its state, are in no other row's outputs and states."""
-    case = Case(recurrence, LENGTHS, RecurrentStates)
+    case = Case(recurrence, LENGTHS)
     whole = case.whole()
     states = case.states()[:4].clone()
     for x in case.sequences[2].values():
@@ -204,7 +199,7 @@ def test_a_poisoned_row_poisons_no_other(recurrence: Recurrence, poison: float) 
 def test_rows_may_be_slices_of_a_wider_projection() -> None:
     """Queries, keys and values that lie side by side in one tensor need not be copied."""
     recurrence = DeltaRule(BF16)
-    case = Case(recurrence, (9,), RecurrentStates)
+    case = Case(recurrence, (9,))
     apart = case.whole(padding=0)[0]
     given = case.sequences[0]
     fused = torch.cat([given[name].flatten(1) for name in ("query", "key", "value")], 1)
@@ -216,7 +211,7 @@ def test_rows_may_be_slices_of_a_wider_projection() -> None:
 
 def test_decays_of_zero_and_of_everything() -> None:
     """A decay of exp(0) keeps a state as it is, one of exp(-inf) or exp(-200) forgets it whatever it was."""
-    case = Case(DeltaRule(F32), (4,), RecurrentStates)
+    case = Case(DeltaRule(F32), (4,))
     given = case.sequences[0]
     given["beta"][:] = 0
     given["log_decay"][:] = 0
@@ -232,7 +227,7 @@ def test_decays_of_zero_and_of_everything() -> None:
 @pytest.mark.parametrize("recurrence", SMALL, ids=str)
 def test_recorded_calls_go_on_with_the_present_plan(recurrence: Recurrence) -> None:
     """A call recorded for one row computes what is planned when it is repeated: other rows, other states."""
-    case = Case(recurrence, (1, 1, 1), RecurrentStates)
+    case = Case(recurrence, (1, 1, 1))
     expected = case.step((0, 0, 1), (1, 0, 1), (2, 0, 1), reads=[-1, -1, -1], writes=[4, 5, 6])
     states = case.states()[4:7].clone()
     room = {name: torch.cat([one[name] for one in case.sequences]) for name in case.sequences[0]}
@@ -255,7 +250,7 @@ def digest() -> str:
     """A checksum over the outputs and states of all small recurrences."""
     found = hashlib.sha256()
     for recurrence in [*SMALL, DeltaRule(F32, 1, 1, 24, 192)]:
-        case = Case(recurrence, LENGTHS, RecurrentStates)
+        case = Case(recurrence, LENGTHS)
         for tensor in (*case.whole(), case.states()[:4].contiguous()):
             found.update(tensor.view(torch.int16).numpy().tobytes())
     return found.hexdigest()
@@ -285,7 +280,7 @@ def test_states_written_past_the_caches_have_the_same_bits(
     recurrence: Recurrence, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decode steps that write much run another kernel, recorded ones too; what they compute is the same."""
-    plain, ran, run = Case(recurrence, LENGTHS, RecurrentStates), [], Kernel.run
+    plain, ran, run = Case(recurrence, LENGTHS), [], Kernel.run
     monkeypatch.setattr(Kernel, "run", lambda kernel, *given: (ran.append(kernel.address), run(kernel, *given)))
     steps = [[(0, 0, 5), (3, 0, 2)], [(0, 5, 6), (3, 2, 3), (1, 0, 1)], [(2, 0, 1)]]
     places = [([-1, -1], [0, 1]), ([0, 1, -1], [2, 3, -1]), ([-1], [4])]
@@ -297,7 +292,7 @@ def test_states_written_past_the_caches_have_the_same_bits(
 
     expected = compute(plain)
     monkeypatch.setattr(outer_products, "STREAMED_BYTES", 1)
-    streamed = Case(recurrence, LENGTHS, RecurrentStates)
+    streamed = Case(recurrence, LENGTHS)
     ran.clear()
     with Computing(num_threads):
         found = compute(streamed)
@@ -317,10 +312,9 @@ def test_states_written_past_the_caches_have_the_same_bits(
     assert torch.equal(streamed.states()[5], plain.states()[2])
 
 
-@KINDS
-def test_wrong_arguments_are_refused(kind: Any) -> None:
+def test_wrong_arguments_are_refused() -> None:
     """A kernel that trusts addresses is given no others."""
-    case = Case(DeltaRule(F32), (3,), kind)
+    case = Case(DeltaRule(F32), (3,))
     given = case.sequences[0]
     with pytest.raises(InternalError, match="plan"):
         case.recurrence.call(case.backend, LAYER, PART, given)
@@ -339,8 +333,8 @@ def test_wrong_arguments_are_refused(kind: Any) -> None:
     with pytest.raises(InternalError, match="state"):
         case.recurrence.call(case.backend, LAYER, 0, given)
     with pytest.raises(InternalError, match="pool"):
-        kind(case.recurrence.layout, case.pool[:, 1:])
-    convolution = Case(Convolution(F32), (3,), kind)
+        RecurrentStates(case.recurrence.layout, case.pool[:, 1:])
+    convolution = Case(Convolution(F32), (3,))
     convolution.backend.plan(StateRows([3], [-1], [1]))
     with pytest.raises(InternalError, match="activation"):
         replace(convolution.recurrence, activation="tanh").call(
@@ -350,12 +344,12 @@ def test_wrong_arguments_are_refused(kind: Any) -> None:
 
 def test_outputs_and_sizes_that_do_not_fit_are_refused() -> None:
     """A kernel writes to no tensor of another shape or format, and takes no keys that its memory has no room for."""
-    case = Case(DeltaRule(F32), (3,), RecurrentStates)
+    case = Case(DeltaRule(F32), (3,))
     case.backend.plan(StateRows([3], [-1], [1]))
     out = torch.empty(3, 4, 32)
     for wrong in (out[:2], out.bfloat16(), out.transpose(1, 2).contiguous().transpose(1, 2)):
         with pytest.raises(InternalError, match="output"):
             case.recurrence.call_to(wrong, case.backend, LAYER, PART, case.sequences[0])
-    large = Case(DecayingAttention(F32, 1, outer_products.MOST_ROWS + 1, 8), (1,), RecurrentStates)
+    large = Case(DecayingAttention(F32, 1, outer_products.MOST_ROWS + 1, 8), (1,))
     with pytest.raises(InvalidConfig, match="key"):
         large.whole()
