@@ -2,8 +2,8 @@
 
 States and KV share one budget of bytes, and so they do on the host. A running sequence takes two blocks, one that it
 reads and one that it writes; as many again keep states from which later requests begin, or more where states are small
-beside KV. Where that is more than half of the budget, fewer sequences run: neither kind of memory can be all taken by
-the other.
+beside KV. Where that is more than half of the budget, fewer are kept, down to one for each sequence that runs, and then
+fewer sequences run: neither kind of memory can be all taken by the other.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _log = logging.getLogger("pagedcore")
 
 LEAST_STATES: Final = 2
 """Of one running sequence: what it reads, and what it writes."""
-STATES_PER_ROW: Final = 2 * LEAST_STATES
-"""As many again are kept for those that come."""
+STATES_PER_ROW: Final = LEAST_STATES + 1
+"""Where memory is short, one is kept for each sequence that runs."""
 TOKENS_PER_STATE: Final = 128
 """A state is kept for so many tokens of KV, or for more, so that states take no more than a 16th of its bytes."""
 MOST_SHARE: Final = 0.5
