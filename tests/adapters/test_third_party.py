@@ -26,6 +26,18 @@ BROKEN = {
         "@hookimpl\ndef pagedcore_engine_start(engine): raise ValueError('this hook is broken')"
     ),
 }
+LISTED = """
+import sys
+from contextlib import suppress
+from pagedcore.cli.main import main
+
+for words in ([], ["--table", "adapters"], ["--table", "schedulers"]):
+    sys.argv = ["pagedcore", "plugins", *words]
+    with suppress(SystemExit):
+        main()
+    print("-----", flush=True)
+"""
+DIVIDED = "print('-----')\n"
 USE = """
 import io
 from wsgiref.util import setup_testing_defaults
@@ -111,11 +123,18 @@ def test_the_example_is_short() -> None:
         assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files) < 60
 
 
-def test_an_installed_adapter_is_listed_and_works(site: Path) -> None:
+@pytest.fixture(scope="module")
+def printed(site: Path) -> list[str]:
+    """What one interpreter, into which the broken ones are installed too, prints: three listings, and two programs."""
+    install_broken(site)
+    return python(site, "-c", LISTED + USE + DIVIDED + TURNS).split("-----\n")
+
+
+def test_an_installed_adapter_is_listed_and_works(printed: list[str]) -> None:
     """It is found without any configuration, answers right, refuses what is out of bounds, and frees what it took."""
-    assert "active" in row(python(site, "-m", "pagedcore", "plugins"), "wsgi")
-    assert "available" in row(python(site, "-m", "pagedcore", "plugins", "--table", "adapters"), "wsgi")
-    answered, out_of_bounds, too_long = python(site, "-c", USE).split("400 Bad Request\n")
+    assert "active" in row(printed[0], "wsgi")
+    assert "available" in row(printed[1], "wsgi")
+    answered, out_of_bounds, too_long = printed[3].split("400 Bad Request\n")
     assert answered.startswith("200 OK\n")
     assert "2 + 3 = 5." in answered
     assert "16384 bytes" in out_of_bounds
@@ -125,19 +144,17 @@ def test_an_installed_adapter_is_listed_and_works(site: Path) -> None:
     assert "closed" in closed
 
 
-def test_an_installed_policy_orders_requests(site: Path) -> None:
+def test_an_installed_policy_orders_requests(printed: list[str]) -> None:
     """It is chosen by name with its options, also under ``AsyncEngine``, and its tenants take turns."""
-    listing = python(site, "-m", "pagedcore", "plugins", "--table", "schedulers")
-    assert "tenants take turns" in row(listing, "round-robin")
-    assert python(site, "-c", TURNS).split() == ["blue", "red", "blue", "red", "blue", "blue"]
+    assert "tenants take turns" in row(printed[2], "round-robin")
+    assert printed[4].split() == ["blue", "red", "blue", "red", "blue", "blue"]
 
 
-def test_broken_plugins_are_reported_and_stop_nobody(site: Path, tmp_path: Path) -> None:
-    """An import that raises or exits, a wrong signature and a raising hook leave the others and the engine at work."""
-    mixed = tmp_path / "site"
-    shutil.copytree(site, mixed)
-    install_broken(mixed)
-    listing = python(mixed, "-m", "pagedcore", "plugins")
+def test_broken_plugins_are_reported_and_stop_nobody(printed: list[str]) -> None:
+    """An import that raises or exits, a wrong signature and a raising hook leave the others and the engine at work,
+    which answers in the tests before.
+    """
+    listing = printed[0]
     assert "failed" in row(listing, "raises")
     assert "this import is broken" in row(listing, "raises")
     assert "failed" in row(listing, "exits")
@@ -145,7 +162,6 @@ def test_broken_plugins_are_reported_and_stop_nobody(site: Path, tmp_path: Path)
     assert "counters" in listing
     for name in ("builtin", "wsgi", "observer"):
         assert "active" in row(listing, name)
-    assert python(mixed, "-c", USE).startswith("200 OK\n")
 
 
 FORMAT = """

@@ -66,6 +66,7 @@ def answers(url: str) -> bool:
     return is_correct(question, answer["outputs"][0]["text"])
 
 
+@pytest.mark.slow
 def test_a_bento_has_pagedcore_its_versions_and_the_model(built: Built) -> None:
     """The wheel of this checkout with every package, torch and all that pagedcore needs at the versions that are tested
     together and without names of local builds, and the directory's files."""
