@@ -95,6 +95,18 @@ class RaggedRows(Protocol):
         """
         ...
 
+    @property
+    def window_tables(self) -> Int32Array | None:
+        """Shape [R, W], as ``block_tables``; the window blocks that layers with a window read and write, -1 before the
+        window of each row's first token; ``None``: all layers keep all positions in their blocks.
+        """
+        ...
+
+    @property
+    def window_slots(self) -> Int64Array | None:
+        """Shape [T]; ``slot_mapping`` in window blocks; ``None`` with ``window_tables``."""
+        ...
+
 
 class AttentionBackend(Protocol):
     """Paged attention over a KV pool of one layout: ``plan`` once a step, the rest once per layer.
@@ -493,6 +505,19 @@ class StoresScaledKV(Protocol):
     @property
     def kv_cache_dtypes(self) -> tuple[str, ...]:
         """In which formats, as ``kv_cache_dtype`` names them: "int8", "e4m3"."""
+        ...
+
+
+@runtime_checkable
+class ReadsWindowsAlone(Protocol):
+    """An attention factory whose backends read nothing before the window of a row's first token, if a layout has one.
+
+    Tables may name no blocks there. Its backends are ``ShowsKVPool`` and ``RecordableAttention`` too.
+    """
+
+    @property
+    def reads_windows_alone(self) -> bool:
+        """Whether that holds for them."""
         ...
 
 

@@ -7,7 +7,7 @@ It computes no attention and imports no compiler. Read ``reference.py`` next for
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -65,6 +65,8 @@ class BlockLayout:
     block_size: int
     dtype: torch.dtype
     layers: tuple[LayerShape, ...]
+    window: int = field(default=0, kw_only=True, repr=False)
+    """The last positions, the own one included, that any layer reads; 0: all. Tables name no blocks before these."""
 
     _dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -39,12 +39,14 @@ class StepPlan:
     """One ragged batch, checked against the pool it will be computed in.
 
     Invariant: every block id a kernel reads through ``block_tables`` and every slot but -1 lies in the pool, and
-    each row's tokens are the last ones of its ``kv_lens``.
+    each row's tokens are the last ones of its ``kv_lens``. With a window, nothing before that of a row's first token
+    is read.
     """
 
-    def __init__(self, batch: RaggedRows, num_blocks: int, block_size: int) -> None:
+    def __init__(self, batch: RaggedRows, num_blocks: int, block_size: int, window: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self._window = window
         self.slots: Int64Array = np.ascontiguousarray(batch.slot_mapping, np.int64)
         self.query_start: Int64Array = np.ascontiguousarray(batch.query_start, np.int64)
         self.kv_lens: Int64Array = np.ascontiguousarray(batch.kv_lens, np.int64)
@@ -137,6 +139,9 @@ class StepPlan:
             return
         # Why: seen as unsigned a negative id is a huge one, so one comparison finds both kinds.
         wrong = self.block_tables[:, :width].view(np.uint32) >= self.num_blocks
+        if self._window:
+            seen_from = np.maximum(0, self.kv_lens - self.query_lens + 1 - self._window) // self.block_size
+            wrong &= np.arange(width) >= seen_from[:, None]
         # Why the first of each row: what is past a row's end is not read, and mostly -1.
         first, rows = wrong.argmax(1), np.arange(self.num_rows)
         refused = wrong[rows, first] & (first < used)

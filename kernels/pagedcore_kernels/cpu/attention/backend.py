@@ -37,6 +37,8 @@ class NumbaCpuAttention:
     devices = ("cpu",)
     layout_type = KVLayout
     kv_cache_dtypes = ("int8",)
+    reads_windows_alone = True
+    """Whether tables of a layout with a window may name no blocks before it; see ``ReadsWindowsAlone``."""
 
     def __init__(self, layout: KVLayout | ScaledKVLayout, pool: torch.Tensor) -> None:
         check_pool(layout, pool)
@@ -94,7 +96,7 @@ class NumbaCpuAttention:
         Raises:
             InternalError: a block id, slot or length is out of range; nothing was computed.
         """
-        self._plan = StepPlan(batch, self._pool.shape[0], self._layout.block_size)
+        self._plan = StepPlan(batch, self._pool.shape[0], self._layout.block_size, self._layout.window)
         self._words.follow(self._plan)
 
     def write_kv(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
