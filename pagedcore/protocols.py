@@ -7,9 +7,9 @@ tokenizer or attention factory may offer beyond is one protocol for each ability
                     NamesVariablePart  DecodesGreedily  HasGenerationConfig  ReturnsHidden
                     HasEmbeddingDefaults  HasTextHead  TakesPositionsBack
                     MayLoseDevice  MeasuresSteps  RecordsSteps  TakesAdapters
-                    KeepsStates
+                    KeepsStates  KeepsWindows
     Tokenizer       NamesTokens  HasVocabulary  EncodesPairs
-    attention       AttentionRequirements  StoresScaledKV, ChecksAhead, TakesKernels (the factory)
+    attention       AttentionRequirements  StoresScaledKV, ChecksAhead, TakesKernels, ReadsWindowsAlone (the factory)
                     ShowsKVPool (the backend)
 """
 
@@ -37,6 +37,7 @@ from pagedcore_kernels.interface import LinearFactory as LinearFactory
 from pagedcore_kernels.interface import Matmul as Matmul
 from pagedcore_kernels.interface import PicksLargest as PicksLargest
 from pagedcore_kernels.interface import RaggedRows as RaggedRows
+from pagedcore_kernels.interface import ReadsWindowsAlone as ReadsWindowsAlone
 from pagedcore_kernels.interface import RecordableAttention as RecordableAttention
 from pagedcore_kernels.interface import RecordableMatmul as RecordableMatmul
 from pagedcore_kernels.interface import ShowsKVPool as ShowsKVPool
@@ -234,6 +235,57 @@ class KeepsStates(Protocol):
     @property
     def state_store(self) -> StateStore | None:
         """What moves the blocks, from ``allocate_states`` on; ``None`` if there is nothing, and no host tier then."""
+
+
+@runtime_checkable
+class KeepsWindows(Protocol):
+    """A model backend some layers of which read no further back than a window, and can have memory of their own.
+
+    A forward over such memory reads and writes what these layers keep in the ``window_tables`` and ``window_slots`` of
+    its batch, everything else in its ``block_tables``.
+    """
+
+    @property
+    def windows(self) -> HasWindows:
+        """These layers."""
+
+
+class HasWindows(Protocol):
+    """Layers that can have window blocks."""
+
+    @property
+    def window(self) -> int:
+        """Positions that they read at most, the own one included; 0: there are none after all."""
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return their bytes in one block of so many tokens, padding included."""
+
+    def use(self, num_windows: int) -> None:
+        """Let the next ``allocate_kv`` make so many window blocks, until ``release_kv``."""
+
+    @property
+    def store(self) -> WindowStore | None:
+        """What moves them, from then on."""
+
+
+class WindowStore(Protocol):
+    """Moves whole window blocks, between two forwards."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one window block."""
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy window blocks (source, destination)."""
+
+    def read_blocks(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Return the bytes of window blocks, shape [N, block_bytes]."""
+
+    def write_blocks(self, block_ids: Sequence[int], contents: npt.NDArray[np.uint8]) -> None:
+        """Overwrite window blocks with bytes that ``read_blocks`` returned."""
+
+    def divide(self, blocks: npt.NDArray[np.uint8]) -> Sequence[npt.NDArray[np.uint8]]:
+        """Divide the bytes [N, B] of blocks of one kind into those of blocks and of window blocks."""
 
 
 @dataclass(frozen=True, slots=True)

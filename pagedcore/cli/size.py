@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +17,7 @@ from pagedcore.cli.common import DtypeOption, KVDtypeOption, QuantizationOption,
 from pagedcore.config.memory_budget import format_memory, parse_memory
 
 if TYPE_CHECKING:
+    from pagedcore.models.blueprint import Blueprint
     from pagedcore.protocols import AttentionFactory
     from pagedcore_kernels.layout import BlockLayout
 
@@ -58,6 +59,14 @@ class SizeReport:
     """What an engine allocates: a sequence that runs has some, one of which is written while another is read."""
     state_bytes: int
     """All of them."""
+    window: int
+    """Tokens that layers with a window read; 0: an engine of this size keeps all positions of all layers."""
+    window_block_bytes: int
+    """What these layers keep of a block's tokens; it is none of a block then."""
+    num_windows: int
+    """Such window blocks of an engine: a sequence has those of its window, and of the chunk that is computed."""
+    window_bytes: int
+    """All of them, which are no part of ``kv_bytes``."""
     adapter_bytes: int
     """As ``adapter_memory`` keeps them for adapters."""
     memory: int
@@ -75,8 +84,9 @@ class SizeReport:
 
     @property
     def total_bytes(self) -> int:
-        """Weights, KV, states and adapters together."""
-        return self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + self.state_bytes + self.adapter_bytes
+        """Weights, KV, states, window blocks and adapters together."""
+        beside = self.state_bytes + self.window_bytes + self.adapter_bytes
+        return self.weight_bytes + self.draft_weight_bytes + self.kv_bytes + beside
 
     @property
     def pair_bytes(self) -> int:
@@ -118,12 +128,13 @@ class SizeReport:
                         "same completion", f"lower the concurrency to {self.num_sequences_that_fit}"]
         if self.context_that_fits:
             changes.append(f"lower the context to {self.context_that_fits} tokens")
+        kv_bytes = self.kv_bytes + self.window_bytes
         is_kv_alike = self.kv_cache_dtype == "auto"
         if self.speculative_model and self.total_bytes - self.draft_bytes <= self.memory:
             changes.append(f"leave speculative_model, which takes {format_memory(self.draft_bytes)}")
-        if is_kv_alike and self.int8_kv_bytes and self.total_bytes - self.kv_bytes + self.int8_kv_bytes <= self.memory:
+        if is_kv_alike and self.int8_kv_bytes and self.total_bytes - kv_bytes + self.int8_kv_bytes <= self.memory:
             changes.append(f"take kv_cache_dtype int8, in which KV takes {format_memory(self.int8_kv_bytes)}")
-        if self.dtype == "float32" and (self.weight_bytes + self.kv_bytes * is_kv_alike) // 2 >= self._missing_bytes:
+        if self.dtype == "float32" and (self.weight_bytes + kv_bytes * is_kv_alike) // 2 >= self._missing_bytes:
             changes.append(f"take dtype bfloat16, which halves weights{' and KV' if is_kv_alike else ''}")
         if not self.num_blocks_that_fit:
             changes.append("take a smaller model: beside the weights there is no room for a block")
@@ -168,10 +179,8 @@ def size_model(
 
     defaults = EngineConfig()
     sequences = concurrency if concurrency is not None else defaults.max_num_seqs
-    # Why: a token budget in which every sequence can advance.
-    config = EngineConfig(dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
-                          attention_backend=_attends(kv_cache_dtype), max_model_len=context, max_num_seqs=sequences,
-                          max_num_batched_tokens=max(sequences, defaults.max_num_batched_tokens))
+    config = replace(defaults, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
+                     attention_backend=_attends(kv_cache_dtype), max_model_len=context, **_for_sequences(sequences))
     given = parse_memory(memory, free_bytes=(free_bytes := free_memory_bytes()), what="memory")
     adapter_bytes = parse_memory(adapter_memory, free_bytes=free_bytes, what="adapter_memory") or 0
     plan = plan_backend(model, config, load := create_plugin_manager().registry.attention.load)
@@ -180,22 +189,24 @@ def size_model(
     length, in_int8 = context_length(plan.max_model_len, config), _in_int8(layout)
     of_token = _bytes_per_token(layout)
     num_blocks = sequences * (blocks_per_sequence := -(-length // layout.block_size))
-    pair_bytes, num_tokens = layout.block_bytes + draft_block, num_blocks * layout.block_size
+    windows = _windows(plan, config, length, 0 if speculative_model is not None else num_blocks)
+    block_bytes = layout.block_bytes - windows["window_block_bytes"]
+    pair_bytes, num_tokens = block_bytes + draft_block, num_blocks * layout.block_size
     num_states = num_useful_states(sequences, num_tokens, plan.state_bytes, pair_bytes // layout.block_size)
     of_states, room = num_states * plan.state_bytes, max(0, most - plan.weight_bytes - draft_weights - adapter_bytes)
-    num_blocks_that_fit = _fitting_blocks(room - of_states, pair_bytes, num_blocks)
+    num_blocks_that_fit = _fitting_blocks(room - of_states - windows["window_bytes"], pair_bytes, num_blocks)
     return SizeReport(
         model=model_name(model), dtype=str(layout.model_dtype).removeprefix("torch."),
         kv_cache_dtype=kv_cache_dtype, quantization=quantization, max_model_len=plan.max_model_len,
         num_parameters=plan.num_parameters, weight_bytes=plan.weight_bytes,
         layers=[{"num_layers": n, **asdict(layer)} for layer, n in layers.items()],
-        context=length, concurrency=sequences, block_size=layout.block_size, block_bytes=layout.block_bytes,
+        context=length, concurrency=sequences, block_size=layout.block_size, block_bytes=block_bytes,
         bytes_per_token=of_token, padding_bytes=layout.block_bytes - layout.block_size * of_token,
         blocks_per_sequence=blocks_per_sequence, num_blocks=num_blocks, kv_bytes=num_blocks * pair_bytes,
-        int8_kv_bytes=None if in_int8 is None else num_blocks * (in_int8.block_bytes + draft_block),
+        int8_kv_bytes=None if in_int8 is None else _int8_bytes(plan, in_int8, num_blocks, draft_block, windows),
         bytes_per_state=plan.state_bytes, num_states=num_states, state_bytes=of_states, adapter_bytes=adapter_bytes,
-        memory=most, num_blocks_that_fit=num_blocks_that_fit,
-        num_sequences_that_fit=room * sequences // (num_blocks * pair_bytes + of_states),
+        **windows, memory=most, num_blocks_that_fit=num_blocks_that_fit,
+        num_sequences_that_fit=room * sequences // (num_blocks * pair_bytes + of_states + windows["window_bytes"]),
         context_that_fits=min(length, num_blocks_that_fit // sequences * layout.block_size),
         speculative_model=speculative_model, draft_weight_bytes=draft_weights, draft_block_bytes=draft_block,
     )
@@ -204,6 +215,31 @@ def size_model(
 def _attends(kv_cache_dtype: str) -> str:
     # Why the reference: what attends on a CPU has no e4m3, whose bytes are the same everywhere.
     return "reference" if kv_cache_dtype == "e4m3" else "auto"
+
+
+def _for_sequences(sequences: int) -> dict[str, Any]:
+    """Return settings for so many sequences: a token budget in which every one of them can advance."""
+    return {"max_num_seqs": sequences,
+            "max_num_batched_tokens": max(sequences, EngineConfig().max_num_batched_tokens)}
+
+
+def _windows(plan: Blueprint, config: EngineConfig, length: int, num_blocks: int) -> dict[str, int]:
+    """Return what a report says of the window blocks beside so many blocks; all 0: an engine of this size has none."""
+    from pagedcore.engine.window_memory import can_have_windows, num_windows_for
+
+    layers, size, count = plan.windows, plan.layout.block_size, 0
+    if layers is not None and can_have_windows(layers.window, size, length):
+        count = num_windows_for(num_blocks, 0, layers.window, size, config)
+    window, num_bytes = (0, 0) if layers is None or not count else (layers.window, layers.bytes_in(plan.layout))
+    return {"window": window, "window_block_bytes": num_bytes, "num_windows": count, "window_bytes": count * num_bytes}
+
+
+def _int8_bytes(
+    plan: Blueprint, in_int8: BlockLayout, num_blocks: int, draft_block: int, windows: dict[str, int]
+) -> int:
+    """Return the bytes of blocks and window blocks with KV in int8."""
+    of_window = plan.windows.bytes_in(in_int8) if plan.windows is not None and windows["window"] else 0
+    return num_blocks * (in_int8.block_bytes - of_window + draft_block) + windows["num_windows"] * of_window
 
 
 def _fitting_blocks(left: int, pair_bytes: int, num_blocks: int) -> int:
@@ -302,6 +338,9 @@ def _table(report: SizeReport, source: str) -> Table:
         *([("a state", report.bytes_per_state, "of recurrent layers, at any length"),
            ("all states", report.state_bytes, f"{report.num_states:,} for {report.concurrency:,} sequences")]
           if report.state_bytes else []),
+        *([("a window block", report.window_block_bytes, f"of layers that read {report.window:,} tokens"),
+           ("all window blocks", report.window_bytes, f"{report.num_windows:,}, for {report.concurrency:,} sequences")]
+          if report.window else []),
         ("weights, about", report.weight_bytes,
          f"{report.num_parameters:,} parameters, {format_memory(report.weight_bytes)}"),
         *([("weights beside", report.draft_weight_bytes,

@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from pagedcore.execution.draft_model import DraftModel
     from pagedcore.plugins.manager import PluginManager
     from pagedcore.plugins.registry import Registry, Table
-    from pagedcore.protocols import CacheStore, ModelBackend, StateStore, Tokenizer
+    from pagedcore.protocols import CacheStore, ModelBackend, StateStore, Tokenizer, WindowStore
     from pagedcore.scheduler.policies import Policy
 
 _log = logging.getLogger("pagedcore")
@@ -110,6 +110,8 @@ class EngineComponents:
     """"on", or "off" with the reason."""
     states: tuple[StateStore | None, int] = (None, 0)
     """What moves the states of recurrent layers, and the bytes of one, if there are any."""
+    windows: WindowStore | None = None
+    """What moves window blocks, if there are any."""
 
 
 def build_components(
@@ -174,6 +176,7 @@ def _assemble(
         policy=eviction.POLICIES[config.eviction_policy], secret=secrets.token_bytes(32),
         copies_blocks=memory.store is not None, num_states=memory.states.num_states,
         num_host_states=memory.states.num_host_states, state_weight=memory.state_weight,
+        num_windows=memory.windows.num_windows, window=memory.windows.window,
     )
     info, end_ids = _describe(name, backend, config, kv_cache), backend.eos_token_ids
     hooks = EngineHooks(manager, at_the_end=at_the_end)
@@ -200,12 +203,13 @@ def _assemble(
     scheduler.speculation, speculation = _speculation(backend, config, scheduler, grammars, drafting)
     observers = _promise_deadlines(scheduler) if policy.promises else ()
     store, form, states = memory.store, kv_format(backend, memory.block_size), memory.states.store
+    windows = memory.windows.store
     in_torch = isinstance(backend, UsesTorchThreads) and backend.computes_in_torch
     threads = ComputeThreads(config.num_threads, computes_in_torch=in_torch)
     runner = ModelRunner(backend, Sampler(backend.vocab_size, grammars), threads)
     runner.slot_of = slots.slot_of
     if config.check_invariants:
-        store, states, runner, laws = _shadow(scheduler, store, states, runner)
+        store, states, windows, runner, laws = _shadow(scheduler, store, states, windows, runner)
         observers = *observers, laws
     return EngineComponents(
         config, input_processor, kv_cache, scheduler, runner, hooks, info,
@@ -213,7 +217,7 @@ def _assemble(
         _identity(backend, form, info.max_model_len, tokenizer, config.chat_template, defaults),
         _chat_format(manager.registry, config, text), adapters,
         backend.num_short_tokens if isinstance(backend, HasShortContext) else None, observers, speculation,
-        (states, memory.states.state_bytes),
+        (states, memory.states.state_bytes), windows,
     )
 
 

@@ -108,7 +108,8 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         )
         """All requests that were not removed, oldest first."""
         self._report = StepReport(scheduler, self._outputs)
-        self._transfers = KVTransfers(components.store, scheduler.moves, self.clock, states=components.states[0])
+        self._transfers = KVTransfers(
+            components.store, scheduler.moves, self.clock, states=components.states[0], windows=components.windows)
         if kv_cache.host.num_blocks > 0 and config.preemption == "auto":
             self._calibrate(min(components.info.max_model_len, config.max_num_batched_tokens))
         self.turn_rules = TurnRules(scheduler, self._outputs, self.clock, config.queue_timeout_s)
@@ -116,13 +117,12 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         self._loader = self._adapter_loader(components.adapters)
         self._steps = StepRunner(
             scheduler, components.runner, self._transfers, self._outputs, self.turn_rules, self.clock, self._give_up,
-            self._loader,
-        )
+            self._loader)
         self.weights_holder = WeightsHolder(self._steps, self._outputs, components)
         """For ``new_weights``."""
         parking = Parking(
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
-            self.clock, self._steps.change, components.num_short_tokens, *components.states)
+            self.clock, self._steps.change, components.num_short_tokens, *components.states, components.windows)
         self.sessions = SessionStore(
             self.accept, self._step_or_sleep, self.input_processor, self.requests, parking, components.fingerprint,
             config.session_secret,

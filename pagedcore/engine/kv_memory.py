@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from pagedcore.config.engine_config import EngineConfig
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, MemoryLease, format_memory, parse_memory
 from pagedcore.engine.state_memory import StateMemory
+from pagedcore.engine.window_memory import WindowMemory
 from pagedcore.errors import InvalidConfig
 from pagedcore.execution.machine import free_memory_bytes
 from pagedcore.protocols import HostsKVPool, MeasuresSteps, MovesKVBlocks
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("pagedcore")
 
 _MOST_NAMES: Final = 2**18
-Leased = Literal["kv", "states", "weights", "draft"]
+Leased = Literal["kv", "states", "windows", "weights", "draft"]
 DEFAULT_MEMORY_SHARE: Final = 0.3
 """Share of a machine's free memory that a KV pool takes at most when nothing is said; pages count once touched."""
 
@@ -62,6 +63,9 @@ class KVMemory:
         num_blocks = config.num_kv_blocks if config.num_kv_blocks is not None else config.max_num_seqs * per_sequence
         self.states = StateMemory(backend, config, num_blocks * self.block_size, self._block_bytes // self.block_size)
         """The states of the model's recurrent layers, if it has some."""
+        self.windows = WindowMemory(
+            backend, config, self.block_size, self._length, has_draft_model=draft is not None)
+        """The window blocks, if layers with a window have memory of their own."""
         self.backends = (backend,) if draft is None else (backend, draft.backend)
         """What has a pool: the model, and one that guesses."""
         self._budget: MemoryBudget | None = None
@@ -70,8 +74,9 @@ class KVMemory:
         free_bytes, self.num_host_blocks = pool.free_kv_bytes(), self._choose_num_host_blocks(config)
         with ExitStack() as undo:
             self.num_blocks = self._choose_num_blocks(backend, config, free_bytes, undo)
-            self.num_bytes = self.num_blocks * self._own_bytes
-            """Bytes of the pool, padding included, without that of a model that guesses."""
+            self.num_bytes = self.num_blocks * self._own_bytes + self.windows.num_bytes
+            """Bytes of the pool, padding and window blocks included, without that of a model that guesses."""
+            self.windows.plan()
             backend.allocate_kv(self.num_blocks, self.block_size)
             undo.callback(pool.release_kv)
             self.states.allocate()
@@ -85,6 +90,7 @@ class KVMemory:
             self._undo = undo.pop_all()
         self._log_sum(free_bytes)
         self.states.log_sum()
+        self.windows.log_sum()
 
     @property
     def state_weight(self) -> float:
@@ -100,7 +106,7 @@ class KVMemory:
 
     def give_back(self, level: int) -> None:
         """Give back what was drawn from a budget for the pool, states with it, and at level 2 for weights."""
-        for what in [one for one in self._leases if one in ("kv", "states") or level == 2]:
+        for what in [one for one in self._leases if one in ("kv", "states", "windows") or level == 2]:
             self._leases.pop(what).close()
 
     def draw_again(self) -> None:
@@ -144,25 +150,29 @@ class KVMemory:
             return self._draw(given, config, undo)
         if config.num_kv_blocks is not None:
             self.states.take(int(DEFAULT_MEMORY_SHARE * free_bytes), has_kv=False, what="num_kv_blocks: free memory")
+            self._take_windows(config.num_kv_blocks * self._block_bytes, config)
             return config.num_kv_blocks
         num_bytes = parse_memory(given, free_bytes=free_bytes)
         if num_bytes is not None:
             num_bytes = self.states.take(num_bytes, has_kv=self._block_bytes > 0, what="kv_cache_memory")
-            return self._whole_blocks(num_bytes, config)
+            return self._whole_blocks(self._take_windows(num_bytes, config), config)
         fitting = int(DEFAULT_MEMORY_SHARE * free_bytes)
         if isinstance(backend, MeasuresSteps):
             rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
             measured = backend.fitting_kv_bytes(min(tokens, rows * self._length), rows)
             fitting = fitting if measured is None else measured
         fitting = self.states.take(fitting, has_kv=self._block_bytes > 0, what="free memory")
+        fitting = self._take_windows(fitting, config)
         if not self._block_bytes:
             return self._names(config)
         return max(1, min(self._useful_blocks(config), fitting // self._block_bytes))
 
     def _draw(self, source: MemoryBudget | BudgetShare, config: EngineConfig, undo: ExitStack) -> int:
-        unit, wanted = self._block_bytes, config.num_kv_blocks
+        wanted = config.num_kv_blocks
         if isinstance(source, BudgetShare):
             num_bytes = self._take_states(source.num_bytes - self._draft_bytes, wanted)
+            num_bytes = self._take_windows(num_bytes, config)
+            unit = self._block_bytes
             wanted = wanted if wanted is not None else self._whole_blocks(num_bytes, config)
             if wanted * unit > num_bytes:
                 raise InvalidConfig(
@@ -171,7 +181,9 @@ class KVMemory:
                 )
             source = source.budget
         else:
-            self._take_states(source.left_bytes - self._draft_bytes, wanted)
+            left = self._take_states(source.left_bytes - self._draft_bytes, wanted)
+            self._take_windows(left, config)
+            unit = self._block_bytes
         self._budget = source
         # Why not a method: what has a cycle goes to the garbage collector, and its bytes are missed until then.
         undo.callback(_close_all, self._leases)
@@ -179,6 +191,9 @@ class KVMemory:
             self._leases["draft"], self._drawn["draft"] = source.draw(self._draft_bytes), self._draft_bytes
         if self.states.num_bytes:
             self._leases["states"], self._drawn["states"] = source.draw(self.states.num_bytes), self.states.num_bytes
+        if self.windows.num_bytes:
+            self._leases["windows"] = source.draw(self.windows.num_bytes)
+            self._drawn["windows"] = self.windows.num_bytes
         useful = self._useful_blocks if unit else self._names
         at_most = wanted if wanted is not None else useful(config)
         lease = source.draw((wanted or 1) * unit, at_most * unit, unit=max(1, unit))
@@ -190,6 +205,21 @@ class KVMemory:
         kv_bytes = (num_blocks or 0) * self._block_bytes
         has_kv = num_blocks is None and self._block_bytes > 0
         return kv_bytes + self.states.take(num_bytes - kv_bytes, has_kv=has_kv, what="kv_cache_memory")
+
+    def _take_windows(self, num_bytes: int, config: EngineConfig) -> int:
+        """Let window blocks have what they may of a budget for blocks of one kind; return the rest. Without those a
+        block is smaller.
+        """
+        whole, useful = self._block_bytes, self._useful_blocks(config)
+        if not whole:
+            return num_bytes
+        given, of_windows = config.num_kv_blocks, self.windows.wanted_block_bytes
+        num_blocks = given if given is not None else min(useful, num_bytes // whole)
+        beyond = (num_bytes - useful * (whole - of_windows)) // of_windows if of_windows and given is None else 0
+        self.windows.take(num_blocks, beyond)
+        self._own_bytes -= self.windows.block_bytes
+        self._block_bytes -= self.windows.block_bytes
+        return num_bytes - self.windows.num_bytes
 
     def _whole_blocks(self, num_bytes: int, config: EngineConfig) -> int:
         if not self._block_bytes:
@@ -214,7 +244,7 @@ class KVMemory:
         return self.states.max_num_seqs * -(-self._length // self.block_size)
 
     def _log_sum(self, free_bytes: int) -> None:
-        num_bytes = self.num_blocks * self._block_bytes
+        num_bytes = self.num_blocks * self._block_bytes + self.windows.num_bytes
         _log.info(
             "KV pool: %d blocks of %d tokens, %d bytes each: %s in all, for %d tokens or %d sequences of %d tokens; "
             "%s of memory were free", self.num_blocks, self.block_size, self._block_bytes,

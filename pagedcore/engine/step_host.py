@@ -84,7 +84,7 @@ class EngineHost:
             if self._ctrl_c.is_noted:
                 self._ctrl_c.raise_noted()
             if copies:
-                self._transfers.copy(copies)
+                self._transfers.copy(copies, self._blocks)
             return run(plan.rows, self._blocks)
         except BaseException as error:
             raise BrokenOff(plan, error) from error

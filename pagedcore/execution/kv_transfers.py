@@ -14,9 +14,11 @@ from typing import Final
 from pagedcore.config.limits import MAX_TRANSFER_S
 from pagedcore.errors import InternalError, InvalidConfig, is_passing
 from pagedcore.execution.machine import free_memory_bytes
+from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.host_cache import Direction, Transfer
 from pagedcore.kv_cache.prefix_cache import BlockMemory
-from pagedcore.protocols import CacheStore, Clock, PopulatesBlocks, StateStore
+from pagedcore.kv_cache.windowed_blocks import WindowedBlocks
+from pagedcore.protocols import CacheStore, Clock, PopulatesBlocks, StateStore, WindowStore
 from pagedcore.scheduler.cost_model import CostModel
 from pagedcore.scheduler.swapping import Swapping
 
@@ -38,8 +40,9 @@ class KVTransfers:
 
     def __init__(
         self, store: CacheStore | None, moves: Swapping, clock: Clock, longest_s: float = MAX_TRANSFER_S,
-        states: StateStore | None = None,
+        states: StateStore | None = None, windows: WindowStore | None = None,
     ) -> None:
+        self._windows = windows
         self._store, self._moves, self._clock, self._longest_s = store, moves, clock, longest_s
         self._states = states
         self._started_s: dict[int, float] = {}
@@ -48,10 +51,12 @@ class KVTransfers:
         self._is_never_populated = False
         self._told: set[str] = set()
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy device blocks before the next step computes."""
+    def copy(self, pairs: Sequence[tuple[int, int]], blocks: BlockManager) -> None:
+        """Copy device blocks, and their window blocks, before the next step computes."""
         if pairs and self._store is not None:
             self._store.copy_blocks(pairs)
+        if self._windows is not None and isinstance(blocks, WindowedBlocks):
+            self._windows.copy_blocks(blocks.window_pairs(pairs))
 
     def populate(self, device: BlockMemory) -> bool:
         """Let the store clear a piece of memory for blocks to come; return whether there is another piece.

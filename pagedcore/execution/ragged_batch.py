@@ -20,6 +20,7 @@ from pagedcore.errors import InternalError
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.block_table import BlockTable
 from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
+from pagedcore.kv_cache.windowed_blocks import WindowedBlocks
 from pagedcore.protocols import Int32Array, Int64Array
 from pagedcore.scheduler.plan import ScheduledRow
 from pagedcore.sequence import Sequence
@@ -51,6 +52,10 @@ class RaggedBatch:
     """[R] the state block that each row begins from, -1 for none; ``None``: the model keeps no states."""
     state_writes: Int32Array | None = None
     """[R] the state block for what is kept after each row's last token, -1 for none; ``None`` with ``state_reads``."""
+    window_tables: Int32Array | None = None
+    """As ``block_tables``, of window blocks; ``None``: no layer gives up what has left its window."""
+    window_slots: Int64Array | None = None
+    """As ``slot_mapping``, in window blocks; ``None`` with ``window_tables``."""
 
     @property
     def num_tokens(self) -> int:
@@ -145,6 +150,8 @@ def build_batch(
         ends = [(end, count) for end, count in zip(batch.query_start[1:].tolist(), num_sampled, strict=True)]
         places = [end - count + depth for depth in range(most) for end, count in ends if count > depth]
         batch = replace(batch, logits_rows=np.array(places, dtype=np.int64))
+    if isinstance(block_manager, WindowedBlocks):
+        batch = _with_windows(batch, starts, block_manager)
     if block_manager.keeps_states or any(one.is_long or one.adapter is not None for one in sequences):
         batch = _with_kinds(_with_states(batch, numbers, block_manager), sequences, slot_of)
     if all(one.prompt_logprobs is None is one.hidden_from for one in sequences):
@@ -216,14 +223,29 @@ def assemble(
     stacked = tables if isinstance(tables, np.ndarray) else stack_tables(tables, -(-kv_lens // block_size))
     row_of_token = np.repeat(np.arange(len(counts)), counts)
     positions = np.arange(len(token_ids)) + (starts - query_start[:-1])[row_of_token]
-    blocks = stacked[row_of_token, positions // block_size].astype(np.int64)
-    slots = blocks * block_size + positions % block_size
+    slots = _slots(stacked, row_of_token, positions, block_size)
     if len(token_ids) == 1:
         # Why: matrix products of one row take another path than those of many, and round differently.
         token_ids, positions = np.repeat(token_ids, 2), np.repeat(positions, 2)
         slots = np.append(slots, -1)
     ends = query_start[1:] if is_sampled is None else query_start[1:][is_sampled]
     return RaggedBatch(token_ids, positions, seq_ids, slots, query_start, kv_lens, stacked, ends - 1, **states)
+
+
+def _slots(tables: Int32Array, row_of_token: Int64Array, positions: Int64Array, block_size: int) -> Int64Array:
+    blocks = tables[row_of_token, positions // block_size].astype(np.int64)
+    return blocks * block_size + positions % block_size
+
+
+def _with_windows(batch: RaggedBatch, starts: Int64Array, blocks: WindowedBlocks) -> RaggedBatch:
+    """Say where rows from these positions on have what layers with a window keep."""
+    tables, num_tokens = blocks.tables_of_windows(batch.block_tables, starts), batch.num_tokens
+    row_of_token = np.repeat(np.arange(len(starts)), np.diff(batch.query_start))
+    slots = np.full(len(batch.positions), -1, np.int64)
+    slots[:num_tokens] = _slots(tables, row_of_token, batch.positions[:num_tokens], blocks.block_size)
+    if num_tokens and slots[:num_tokens].min() < 0:
+        raise InternalError("batch: a token has no window block to be written to")
+    return replace(batch, window_tables=tables, window_slots=slots)
 
 
 def largest_batch(num_tokens: int, num_rows: int, block_size: int) -> tuple[RaggedBatch, int]:

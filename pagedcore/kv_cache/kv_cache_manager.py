@@ -20,6 +20,7 @@ from pagedcore.kv_cache.memory_snapshot import BlockSnapshot
 from pagedcore.kv_cache.prefix_cache import Content
 from pagedcore.kv_cache.prefix_match import FoundBlocks, PrefixMatch, contents, find_blocks
 from pagedcore.kv_cache.state_match import find_with_state, num_saved
+from pagedcore.kv_cache.windowed_blocks import WindowedBlocks
 from pagedcore.sequence import Sequence
 
 
@@ -38,18 +39,24 @@ class KVCacheManager:
         num_states: state blocks of the device; 0 for a model that keeps no states.
         num_host_states: state blocks of the host, of such a model that has a host.
         state_weight: as how many blocks a state counts where blocks are moved.
+        num_windows: window blocks of the device; 0: no layer gives up what has left its window. With some, nothing is
+            on the host, and there are no states.
+        window: positions that layers with a window read at most, if there are window blocks.
     """
 
     def __init__(
         self, num_blocks: int, block_size: int, *, num_host_blocks: int = 0,
         policy: EvictionPolicy = least_recently_used, secret: bytes = b"", copies_blocks: bool = True,
-        num_states: int = 0, num_host_states: int = 0, state_weight: float = 0.0,
+        num_states: int = 0, num_host_states: int = 0, state_weight: float = 0.0, num_windows: int = 0, window: int = 0,
     ) -> None:
         self.state_weight = state_weight
         self.device = BlockManager(num_blocks, block_size, policy=policy, secret=secret, copies_blocks=copies_blocks)
         if num_states:
             self.device = HybridBlocks(num_blocks, block_size, num_states, policy=policy, secret=secret,
                                        copies_blocks=copies_blocks)
+        elif num_windows:
+            self.device = WindowedBlocks(num_blocks, block_size, num_windows, window, policy=policy, secret=secret,
+                                         copies_blocks=copies_blocks)
         self.host = HostCache(num_host_blocks, policy, num_host_states, block_size)
 
     def reset(self) -> None:

@@ -54,6 +54,25 @@ class StateSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowSnapshot:
+    """The window blocks of the device at one moment."""
+
+    free_blocks: tuple[int, ...]
+    idle_blocks: frozenset[int]
+    reference_counts: tuple[int, ...]
+    holders: Mapping[int, int]
+    """How often each is held by a sequence, or by a copy that reads it."""
+    kept: Mapping[int, int]
+    """The blocks that idle ones stay with."""
+    of_block: tuple[int, ...]
+    """The window block of each block, -1 for none."""
+    window: int
+    """Positions that layers with a window read."""
+    passed: Mapping[int, int]
+    """Leading blocks of sequences that hold no window block any more, by sequence id."""
+
+
+@dataclass(frozen=True, slots=True)
 class BlockSnapshot:
     """The whole KV cache at one moment."""
 
@@ -66,3 +85,5 @@ class BlockSnapshot:
     states: StateSnapshot | None = None
     """``None``: the model keeps none."""
     host_states: StateSnapshot | None = None
+    windows: WindowSnapshot | None = None
+    """``None``: no layer gives up what has left its window."""

@@ -79,6 +79,8 @@ class PrefixCache:
         self._evicted: OrderedDict[bytes, None] = OrderedDict()
         self.forget_state: Callable[[bytes], None] | None = None
         """Called with the key of what was evicted, if the model keeps states."""
+        self.forget_window: Callable[[int], None] | None = None
+        """Called with the block whose contents were evicted, if the model has windows."""
 
     @property
     def registered(self) -> tuple[CachedBlock, ...]:
@@ -175,6 +177,10 @@ class PrefixCache:
         # Safety: with equal keys and other tokens or another parent, the block would be another sequence's memory.
         return cached.block_id if cached is not None and cached.content == content else None
 
+    def is_registered(self, block_id: int) -> bool:
+        """Whether the contents of a block can be found."""
+        return block_id in self._by_block
+
     def num_behind(self, key: bytes) -> int | None:
         """Return how many blocks go on behind a registered one; ``None``: none is registered under this key."""
         return len(self._children.get(key, ())) if key in self._by_key else None
@@ -248,6 +254,8 @@ class PrefixCache:
                 self._pool.free_idle_block(one.block_id)
             if self.forget_state is not None:
                 self.forget_state(one.content.key)
+            if self.forget_window is not None:
+                self.forget_window(one.block_id)
 
     def _descendants(self, cached: CachedBlock) -> list[CachedBlock]:
         """List all blocks that continue a block, ends first."""

@@ -22,6 +22,7 @@ from pagedcore.config.schemes import SCHEMES
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.attention.layers import AttentionLayer
 from pagedcore.models.attention.recurrences import kept_layers
+from pagedcore.models.attention.windows import WindowSplit
 from pagedcore.models.checkpoints.pretrained import as_refusals, computing_dtype
 from pagedcore.models.checkpoints.quantized import (
     StoredFormat,
@@ -55,6 +56,8 @@ class Blueprint:
     """Of blocks as an engine would make them, one shape per layer that keeps K and V."""
     state_bytes: int
     """Of what recurrent layers keep of a sequence, at one position; 0: there are none."""
+    windows: WindowSplit | None
+    """Which layers can have window blocks; ``None``: none can."""
     max_model_len: int
     num_parameters: int
     """Numbers that the model was trained for; a matrix in two places counts once."""
@@ -105,6 +108,7 @@ def read_blueprint(
     return Blueprint(
         layout=make_layout(settings.block_size or needs.preferred_block_size(dtype), dtype, shapes),
         state_bytes=0 if states is None else states.state_bytes,
+        windows=WindowSplit.of(layers, attention_factory) if states is None else None,
         max_model_len=model_facts.max_model_len(config),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         weight_bytes=_weight_bytes(model, scheme, kind, layers) if can_pack(dtype)

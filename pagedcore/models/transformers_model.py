@@ -27,6 +27,7 @@ from pagedcore.execution.ragged_batch import largest_batch
 from pagedcore.models.adapted_layers import AdaptedProducts, why_no_adapters
 from pagedcore.models.attention import recurrences
 from pagedcore.models.attention.interface import PagedStep
+from pagedcore.models.attention.windows import WindowLayers
 from pagedcore.models.checkpoints import ownership
 from pagedcore.models.decoders.choice import best_factory
 from pagedcore.models.decoders.graphed import MOST_ROWS, GraphedSteps
@@ -73,8 +74,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger("pagedcore")
-_OF_POOL: Final = frozenset({"cache_store", "state_store", "_attention", "_device_tokens", "_graphed", "_largest_step",
-                             "block_size"})
+_OF_POOL: Final = frozenset({"cache_store", "state_store", "windows", "_attention", "_device_tokens", "_graphed",
+                             "_largest_step", "block_size"})
 """What of a backend belongs to its pools, and not to its weights."""
 _OUR_PRODUCTS = PackedMatmul | PackedInt8Matmul | PackedGroupedMatmul | JoinedMatmul
 
@@ -201,11 +202,14 @@ class TransformersModel:
                 "model once more."
             )
         with self._device.computing():
-            self.cache_store = self._device.new_storage(self.layout(block_size), num_blocks)
-            attention = self._attention = self._new_attention(self.cache_store)
+            self.cache_store = self._device.new_storage(self.windows.allocate(self.layout(block_size)), num_blocks)
+            attention = self._attention = self._pool_attention(self.cache_store)
         self._graphed = self._new_graphs(attention)
         if isinstance(attention, ChoosesTokens):
             self._device_tokens = DeviceTokens(self._device, attention.new_token_chooser(self.vocab_size))
+
+    def _pool_attention(self, storage: KVPool) -> AttentionBackend:
+        return self._prepared(self.windows.attention(storage))
 
     def _new_attention(self, storage: KVPool) -> AttentionBackend:
         return self._prepared(self._attention_factory(storage.layout, storage.pool))
@@ -282,10 +286,10 @@ class TransformersModel:
 
     def release_kv(self) -> None:
         """Free the pools of KV and of states, as far as there are any; others can be made then."""
-        if self.cache_store is not None:
-            self.cache_store.close()
-        if self.state_store is not None:
-            self.state_store.close()
+        for pool in (self.cache_store, self.state_store):
+            if pool is not None:
+                pool.close()
+        self.windows.release()
         self._attention = self.cache_store = self.state_store = self._graphed = self._device_tokens = None
         if self._adapted is not None:
             self._adapted.leave()
@@ -294,7 +298,7 @@ class TransformersModel:
     def suspend_kv(self) -> None:
         """Free the memory of the pools, whose blocks are lost; the pools stay this backend's. For a CPU."""
         self._attention = None
-        for pool in (self.cache_store, self.state_store):
+        for pool in (self.cache_store, self.state_store, self.windows):
             if pool is not None:
                 pool.close()
 
@@ -304,7 +308,7 @@ class TransformersModel:
             self.state_store.open_again()
         if self.cache_store is not None:
             self.cache_store.open_again()
-            self._attention = self._new_attention(self.cache_store)
+            self._attention = self._pool_attention(self.cache_store)
 
     @property
     def why_no_adapters(self) -> str:
@@ -458,6 +462,8 @@ class TransformersModel:
                 test = new_test()
         ownership.take(model)
         self.layers, self.vocab_size, self.state_layout = redirect_attention(model)
+        self.windows = WindowLayers(self.layers, self._attention_factory, self.layout)
+        """The layers that can have window blocks; see ``KeepsWindows``."""
         self._require_what_layers_need()
         self.kv_bytes_per_token = self.layout(self.block_size).bytes_per_token
         mappings = FileMappings()

@@ -133,7 +133,7 @@ class Admission:
             self._state.num_deferred += 1
             return True
         self._available -= self._num_promised(candidate, match)
-        if self._available < 0:
+        if self._available < 0 or not self._state.has_room_for(candidate):
             return False
         if not self._state.has_states_for(candidate):
             return self._ask_holders(candidate)

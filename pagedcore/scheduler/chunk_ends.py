@@ -20,7 +20,9 @@ from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_match import NO_MATCH, PrefixMatch
 from pagedcore.kv_cache.reservation import Demand
+from pagedcore.kv_cache.windowed_blocks import WindowedBlocks
 from pagedcore.scheduler.plan_state import PlanState
+from pagedcore.scheduler.window_rows import WindowPlanState
 from pagedcore.sequence import Sequence
 
 LEAST_SAVED: Final = 128
@@ -33,6 +35,8 @@ NUM_COMPARED: Final = 256
 
 def kind_of_plan(kv_cache: KVCacheManager) -> type[PlanState]:
     """Return what plans over a cache are made on."""
+    if isinstance(kv_cache.device, WindowedBlocks):
+        return WindowPlanState
     return HybridPlanState if kv_cache.device.keeps_states else PlanState
 
 

@@ -6,7 +6,7 @@ changes none of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 from collections.abc import Sequence as ListOf
 from dataclasses import dataclass, replace
 
@@ -107,6 +107,10 @@ class PlanState:
             return False
         self.blocks.hasher.extend(candidate.block_keys, candidate.block_root, candidate.token_ids, next_block + 1)
         return candidate.block_keys[next_block] in keys
+
+    def has_room_for(self, candidate: Sequence, without: Collection[Sequence] = ()) -> bool:
+        """Whether there is what a waiting sequence needs beside blocks, without some of those that run."""
+        return True
 
     def add_row(
         self, sequence: Sequence, start: int, num_tokens: int, num_blocks: int, match: PrefixMatch = NO_MATCH

@@ -99,6 +99,15 @@ class SchedulerStats:
     """State blocks of the host tier."""
     num_host_states_used: int = 0
     num_host_states_kept: int = 0
+    num_windows: int = 0
+    """Window blocks of a model whose layers give up what has left their window; so are the next three, and 0 for
+    others."""
+    num_windows_used: int = 0
+    """Those of sequences that run."""
+    num_windows_kept: int = 0
+    """Those behind which a sequence with the same beginning may start."""
+    num_windows_evicted: int = 0
+    """Kept ones that were evicted for others since the start."""
 
     @classmethod
     def of(

@@ -159,13 +159,16 @@ class StepPlanner:
         num_rows = len(state.running) + 1 - rules.max_num_seqs
         chosen: list[Preemption] = []
         for victim in victims:
-            if lacking <= 0 and len(chosen) >= num_rows:
+            if lacking <= 0 and len(chosen) >= num_rows and self._has_room_without(chosen, candidate):
                 break
             chosen.append(rules.preemption.cheapest(self._as_victim(victim), max(0, lacking)))
             lacking -= self._num_regained(victim) + admission.still_promised(victim)
-        if lacking <= 0:
+        if lacking <= 0 and self._has_room_without(chosen, candidate):
             for one in chosen:
                 self._preempt(one)
+
+    def _has_room_without(self, chosen: ListOf[Preemption], candidate: Sequence) -> bool:
+        return self._state.has_room_for(candidate, [one.sequence for one in chosen])
 
     def _victims_of_order(self, candidate: Sequence) -> list[Sequence]:
         """List the running sequences whose place a waiting one may take, last one first, up to one that it may not."""

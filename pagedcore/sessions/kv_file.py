@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as ListOf
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -36,8 +36,9 @@ _HEADER_BYTES: Final = 4096
 """Upper bound of the header of these files."""
 _NAME: Final = b"pagedcore kv 2"
 _STATE: Final = b"pagedcore state 1"
+_WINDOW: Final = b"pagedcore window 1"
 _Bytes = npt.NDArray[np.uint8]
-_NOTHING: Final[tuple[_Bytes, _Bytes, None]] = (np.empty((0, 0), np.uint8), np.empty((0, 0), np.uint8), None)
+_NO_BYTES: Final = np.empty((0, 0), np.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +50,9 @@ class KVCopy:
     """Shape [N, block_bytes]; the last block may be partly filled."""
     state: _Bytes | None = None
     """Shape [state_bytes]: what recurrent layers keep behind these positions; ``None``: the model has none."""
+    windows: _Bytes | None = None
+    """Shape [M, window_bytes]: the window blocks of the last M blocks, which are read behind these positions; ``None``:
+    there are none, and blocks have what layers with a window keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +65,24 @@ class KVSpec:
     kv_format: str
     state_bytes: int = 0
     """Of the state behind the last token, without which the blocks are of no use; 0: the model keeps none."""
+    window_bytes: int = 0
+    """Of a window block; 0: layers with a window have no memory of their own."""
+    window: int = 0
+    """Positions that such layers read."""
     key: bytes = field(default=b"", repr=False)
     """Secret that authenticates the blocks; empty: a file proves no more than that it is undamaged."""
+
+    @property
+    def num_windows(self) -> int:
+        """Window blocks that are read behind the last token."""
+        num_tokens, size = len(self.token_ids), self.block_size
+        first = max(0, num_tokens + 1 - self.window) // size
+        return -(-num_tokens // size) - first if self.window_bytes else 0
+
+    @property
+    def whole(self) -> KVSpec:
+        """The same in blocks that have what layers with a window keep."""
+        return replace(self, block_bytes=self.block_bytes + self.window_bytes, window_bytes=0, window=0)
 
     def block_keys(self) -> list[bytes]:
         """Return a digest for each block, over its tokens and all before them."""
@@ -93,6 +113,9 @@ def write_kv(path: Path, kv: KVCopy, spec: KVSpec) -> None:
     if kv.state is not None:
         tensors["state"] = np.ascontiguousarray(kv.state)
         digests.append(_check_of_state(kv.state, keys, spec.key))
+    if kv.windows is not None:
+        tensors["windows"] = np.ascontiguousarray(kv.windows)
+        digests += _checks_of_windows(kv.windows, keys, spec.key)
     tensors["checks"] = np.frombuffer(b"".join(digests), dtype=np.uint8).reshape(-1, KEY_BYTES)
     replace_file(path, save)
 
@@ -108,37 +131,47 @@ def read_kv(path: Path, spec: KVSpec) -> KVCopy | None:
 
 def _read_proven(path: Path, spec: KVSpec) -> KVCopy | None:
     keys = spec.block_keys()
-    blocks, checks, state = _read_blocks(path, len(keys), spec)
+    blocks, checks, state, windows = _read_blocks(path, len(keys), spec)
     found = enumerate(_checks(blocks, keys, spec.key))
     num_good = next((i for i, check in found if not hmac.compare_digest(check, checks[i].tobytes())), len(blocks))
     if state is not None:
         is_good = hmac.compare_digest(_check_of_state(state, keys, spec.key), checks[-1].tobytes())
         # Why all: a state is of use behind all blocks, and blocks are of none without it.
         num_good = num_good if is_good and num_good == len(keys) else 0
+    if windows is not None:
+        digests = zip(_checks_of_windows(windows, keys, spec.key), checks[len(blocks) :], strict=True)
+        is_good = all(hmac.compare_digest(one, other.tobytes()) for one, other in digests)
+        num_good = num_good if is_good and num_good == len(keys) else 0
     if num_good == 0 or num_good < len(blocks):
         _log.warning("KV file: %d of %d blocks can be used; the rest is computed again", num_good, len(keys))
     num_tokens = min(num_good * spec.block_size, len(spec.token_ids))
-    return KVCopy(num_tokens, blocks[:num_good], state) if num_good else None
+    return KVCopy(num_tokens, blocks[:num_good], state, windows) if num_good else None
 
 
-def _read_blocks(path: Path, num_blocks: int, spec: KVSpec) -> tuple[_Bytes, _Bytes, _Bytes | None]:
-    """Return the blocks of a file, the digests of these and of the state, and that; of any values, and none if they
-    have another form.
+def _read_blocks(
+    path: Path, num_blocks: int, spec: KVSpec
+) -> tuple[_Bytes, _Bytes, _Bytes | None, _Bytes | None]:
+    """Return the blocks of a file, the digests of these and of what follows, the state and the window blocks; of any
+    values, and none if they have another form.
     """
     from safetensors.numpy import load
 
-    num_states = 1 if spec.state_bytes else 0
-    most = num_blocks * (spec.block_bytes + KEY_BYTES) + num_states * (spec.state_bytes + KEY_BYTES) + _HEADER_BYTES
+    num_states, num_windows = 1 if spec.state_bytes else 0, spec.num_windows
+    counts = ((num_blocks, spec.block_bytes), (num_states, spec.state_bytes), (num_windows, spec.window_bytes))
+    most = sum(count * (size + KEY_BYTES) for count, size in counts) + _HEADER_BYTES
     # Why: read, not mapped; access to a mapped file that was truncated meanwhile ends the process.
     tensors = load(read_bounded(path, most))
     blocks, checks, state = tensors["blocks"], tensors["checks"], tensors["state"] if num_states else None
+    windows = tensors["windows"] if spec.window_bytes else None
     count = len(blocks) if blocks.ndim else -1
     is_ours = (
         blocks.dtype == checks.dtype == np.uint8 and 0 < count <= num_blocks
-        and blocks.shape == (count, spec.block_bytes) and checks.shape == (count + num_states, KEY_BYTES)
+        and blocks.shape == (count, spec.block_bytes)
+        and checks.shape == (count + num_states + num_windows, KEY_BYTES)
         and (state is None or (state.dtype == np.uint8 and state.shape == (spec.state_bytes,)))
+        and (windows is None or (windows.dtype == np.uint8 and windows.shape == (num_windows, spec.window_bytes)))
     )
-    return (blocks, checks, state) if is_ours else _NOTHING
+    return (blocks, checks, state, windows) if is_ours else (_NO_BYTES, _NO_BYTES, None, None)
 
 
 def reason_of(error: Exception) -> str:
@@ -153,6 +186,12 @@ def _checks(blocks: _Bytes, block_keys: ListOf[bytes], key: bytes) -> Iterator[b
 
 def _check_of_state(state: _Bytes, block_keys: ListOf[bytes], key: bytes) -> bytes:
     return hmac.digest(key, _STATE + block_keys[-1] + state.tobytes(), "sha256")
+
+
+def _checks_of_windows(windows: _Bytes, block_keys: ListOf[bytes], key: bytes) -> Iterator[bytes]:
+    last = block_keys[len(block_keys) - len(windows) :]
+    return (hmac.digest(key, _WINDOW + one + window.tobytes(), "sha256")
+            for one, window in zip(last, windows, strict=True))
 
 
 def read_bounded(path: Path, most: int) -> bytes:

@@ -23,7 +23,8 @@ from pagedcore.config.limits import MAX_PARKED_HOST_SHARE
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
 from pagedcore.kv_cache.prefix_match import contents, find_blocks
-from pagedcore.protocols import CacheStore, Clock, StateStore
+from pagedcore.kv_cache.windowed_blocks import WindowedBlocks
+from pagedcore.protocols import CacheStore, Clock, StateStore, WindowStore
 from pagedcore.scheduler.scheduler import Scheduler
 from pagedcore.sequence import Sequence, SequenceStatus
 from pagedcore.sessions.kv_file import KVCopy, KVDirectory, KVSpec, read_kv, reason_of, write_kv
@@ -102,6 +103,8 @@ class Parking:
     """What moves states, where the model keeps some."""
     state_bytes: int = 0
     """Of one of these; 0: it keeps none."""
+    window_store: WindowStore | None = None
+    """What moves window blocks, where layers with a window have some."""
     is_asleep: bool = field(default=False, init=False)
     """Whether there is no memory for blocks: files stay, and nothing is loaded from them."""
     _parked: dict[int, _Parked] = field(default_factory=dict, init=False)
@@ -207,6 +210,10 @@ class Parking:
 
     def _load_kv(self, sequence: Sequence, kv: KVCopy) -> int:
         blocks, store = self.scheduler.kv_cache.device, self.store
+        if self.window_store is not None and kv.windows is None:
+            whole = self.window_store.divide(kv.blocks)
+            first = self._first_window(kv.num_tokens)
+            kv = replace(kv, blocks=whole[0], windows=whole[1][first:])
         cache, here = blocks.cache, find_blocks(blocks.hasher, sequence, kv.num_tokens, blocks.cache)
         lacking = list(contents(blocks.hasher, sequence, kv.num_tokens))[len(here.block_ids) :]
         for block_id in here.block_ids:
@@ -214,6 +221,8 @@ class Parking:
         # Why: every running sequence may need a block in the next step.
         room = max(0, blocks.num_available_blocks - len(self.scheduler.running))
         fresh = cache.allocate(min(len(lacking), room)) or []
+        if isinstance(blocks, WindowedBlocks):
+            blocks.windows.clear(fresh)
         try:
             if store is not None and fresh:
                 start = len(here.block_ids)
@@ -222,13 +231,15 @@ class Parking:
                     cache.register_block(block_id, content)
             if isinstance(blocks, HybridBlocks):
                 self._load_state(blocks, sequence, kv)
+            if isinstance(blocks, WindowedBlocks):
+                self._load_windows(blocks, [*here.block_ids, *fresh], kv)
         except Exception as error:  # the store may be the user's own
             _log.warning("parking: KV could not be loaded (%s); it is computed again", reason_of(error))
             return here.num_tokens
         finally:
             for block_id in reversed([*here.block_ids, *fresh]):
                 cache.free_block(block_id)
-        if self.state_bytes:
+        if self.state_bytes or self.window_store is not None:
             return blocks.find(sequence, kv.num_tokens).num_tokens
         return here.num_tokens + sum(len(content.token_ids) for content in lacking[: len(fresh)])
 
@@ -243,6 +254,29 @@ class Parking:
         finally:
             blocks.states.free(state_id)
 
+    def _load_windows(self, blocks: WindowedBlocks, block_ids: ListOf[int], kv: KVCopy) -> None:
+        """Put the window blocks of copied blocks into the cache, as far as they lack some and there is room."""
+        assert self.window_store is not None  # Invariant: only an engine with window blocks has these
+        assert kv.windows is not None
+        first, of_block = self._first_window(kv.num_tokens), blocks.windows.of_block
+        lacking = [place for place in range(first, len(block_ids)) if of_block[block_ids[place]] < 0]
+        taken = [block_ids[place] for place in lacking]
+        if not taken or not blocks.windows.has_room_for(len(taken), ()):
+            return
+        blocks.windows.allocate(taken)
+        try:
+            self.window_store.write_blocks(of_block[taken].tolist(), kv.windows[[place - first for place in lacking]])
+        except BaseException:
+            for block_id in taken:
+                blocks.cache.evict_block(block_id)
+            raise
+        finally:
+            blocks.windows.free(taken, is_end=True)
+
+    def _first_window(self, num_tokens: int) -> int:
+        blocks = self.scheduler.kv_cache.device
+        return blocks.first_read(num_tokens) if isinstance(blocks, WindowedBlocks) else 0
+
     def copy_kv(self, sequence: Sequence) -> KVCopy | None:
         """Copy the KV of a sequence from the device or the host, whichever has more; ``None``: there is none."""
         here, there = self.scheduler.kv_cache.find(sequence)
@@ -256,7 +290,11 @@ class Parking:
                     return None
                 state = (states.read_host_states if is_there else states.read_states)([found.state])[0]
             read = self.store.read_host_blocks if is_there else self.store.read_blocks
-            return KVCopy(found.num_tokens, read(found.block_ids), state)
+            windows, blocks = None, self.scheduler.kv_cache.device
+            if self.window_store is not None and isinstance(blocks, WindowedBlocks):
+                last = list(found.block_ids[blocks.first_read(found.num_tokens) :])
+                windows = self.window_store.read_blocks(blocks.windows.of_block[last].tolist())
+            return KVCopy(found.num_tokens, read(found.block_ids), state, windows)
         except Exception as error:  # the store may be the user's own, or there is no memory for the copy
             _log.warning("parking: KV could not be copied (%s); only tokens are kept", reason_of(error))
             return None
@@ -266,8 +304,10 @@ class Parking:
         block_bytes = self.store.block_bytes if self.store is not None else 0
         is_long = self.num_short_tokens is not None and len(token_ids) > self.num_short_tokens
         form = sha256(f"{self.kv_format} long".encode()).hexdigest() if is_long else self.kv_format
-        block_size = self.scheduler.kv_cache.device.block_size
-        return KVSpec(tuple(token_ids[:num_tokens]), block_size, block_bytes, form, self.state_bytes)
+        blocks, window_bytes = self.scheduler.kv_cache.device, self.window_store.block_bytes if self.window_store else 0
+        window = blocks.window if isinstance(blocks, WindowedBlocks) else 0
+        return KVSpec(tuple(token_ids[:num_tokens]), blocks.block_size, block_bytes, form, self.state_bytes,
+                      window_bytes, window)
 
     def take_weights(self, kv_format: str) -> None:
         """Keep only tokens of what is parked, as its KV was computed with other weights; the caller forgets blocks."""

@@ -36,7 +36,9 @@ _T = TypeVar("_T")
 _log = logging.getLogger("pagedcore")
 
 FORMAT: Final = "pagedcore session"
-VERSION: Final = 2
+VERSION: Final = 3
+_WITHOUT_WINDOWS: Final = 2
+"""What a file says that has no window blocks either."""
 _WITHOUT_STATE: Final = 1
 """What a file says that has no state of recurrent layers, so that earlier versions can read it."""
 _KV_SUFFIX: Final = ".kv.safetensors"
@@ -46,7 +48,7 @@ _MARK: Final[dict[str, FieldRule[Any]]] = {
     "id": _DIGEST, "number": integer(1, MAX_COUNT), "label": matching(r"[\w.:-]{0,64}", "a label")}
 _FORM: Final[dict[str, FieldRule[Any]]] = {
     "block_size": integer(1, MAX_COUNT), "block_bytes": integer(0, MAX_COUNT), "kv_format": _DIGEST,
-    "state_bytes": integer(1, MAX_COUNT),
+    "state_bytes": integer(1, MAX_COUNT), "window_bytes": integer(1, MAX_COUNT),
 }
 _REASON: Final = one_of("stop", "length", "abort", "error")
 _FIRST_PARAMS: Final = frozenset({
@@ -69,7 +71,8 @@ _FIELDS: Final = {
     "kv": {"num_tokens", "block_size", "block_bytes", "kv_format", "block_digests"},
     "adapter": {"digest", "name"},
 }
-_OPTIONAL: Final = {"params": _LATER_PARAMS.keys(), "body": {"adapter", "weights"}, "kv": {"state_bytes"}}
+_OPTIONAL: Final = {
+    "params": _LATER_PARAMS.keys(), "body": {"adapter", "weights"}, "kv": {"state_bytes", "window_bytes"}}
 """Fields that a file need not have."""
 _NUM_BASE_BYTES: Final = 2**16 + 12 * MAX_LARK_BYTES
 """At least what a file without tokens takes: twice the parameters, most of them biases, stop strings and a grammar, of
@@ -225,8 +228,9 @@ def _body_of(snapshot: SessionSnapshot) -> dict[str, Any]:
 
 
 def _form_of(spec: KVSpec) -> dict[str, Any]:
-    state = {"state_bytes": spec.state_bytes} if spec.state_bytes else {}
-    return {"block_size": spec.block_size, "block_bytes": spec.block_bytes, "kv_format": spec.kv_format, **state}
+    further = {"state_bytes": spec.state_bytes, "window_bytes": spec.window_bytes}
+    return {"block_size": spec.block_size, "block_bytes": spec.block_bytes, "kv_format": spec.kv_format,
+            **{name: size for name, size in further.items() if size}}
 
 
 def params_as_mapping(params: SamplingParams) -> dict[str, Any]:
@@ -252,7 +256,8 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 def _version_of(body: Mapping[str, Any]) -> int:
     """Return the first version that knows all that is in a body."""
-    return VERSION if isinstance(body["kv"], dict) and "state_bytes" in body["kv"] else _WITHOUT_STATE
+    kv = body["kv"] if isinstance(body["kv"], dict) else {}
+    return VERSION if "window_bytes" in kv else _WITHOUT_WINDOWS if "state_bytes" in kv else _WITHOUT_STATE
 
 
 def _read_body(path: Path, max_bytes: int) -> Mapping[str, Any]:
@@ -270,8 +275,8 @@ def _read_body(path: Path, max_bytes: int) -> Mapping[str, Any]:
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise InvalidSessionFile("format", f"{len(content)} bytes", f"JSON in UTF-8 that says {FORMAT!r}",
                                  is_described=True)
-    if type(version := document.get("version")) is not int or version not in (_WITHOUT_STATE, VERSION):
-        raise InvalidSessionFile("version", version, f"{_WITHOUT_STATE} or {VERSION}")
+    if type(version := document.get("version")) is not int or not _WITHOUT_STATE <= version <= VERSION:
+        raise InvalidSessionFile("version", version, f"{_WITHOUT_STATE} to {VERSION}")
     body = _mapping(_exactly(document, "document"), "body")
     try:
         is_whole = _checksum(body) == document["checksum"]
@@ -385,6 +390,9 @@ def _kv(
     num_tokens = _field(values, "num_tokens", integer(1, len(token_ids)))
     form = {name: _field(values, name, rule) for name, rule in _FORM.items() if name in values}
     spec = describe_kv(token_ids, num_tokens, adapter)
+    if form == _form_of(spec.whole):
+        # Why: engines before, and those with one kind of blocks, write whole ones; they are divided here.
+        spec = spec.whole
     if form != _form_of(spec):
         _log.info("session file: its KV was made in another form than this engine's; it is computed again")
         return None

@@ -23,6 +23,7 @@ from pagedcore.kv_cache.host_cache import HostCache, Transfer
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_cache import CachedBlock, PrefixCache
 from pagedcore.kv_cache.state_blocks import StateBlocks
+from pagedcore.kv_cache.window_blocks import WindowBlocks
 from pagedcore.request_options import RequestOptions
 from pagedcore.scheduler.adapter_slots import AdapterSlots
 from pagedcore.scheduler.cost_model import CostModel, Line
@@ -54,13 +55,14 @@ LEFT_OUT: dict[type, dict[str, str]] = {
                 "speculation": DRAFTS, "_is_hybrid": SETTING, "_of_kind": SETTING},
     KVCacheManager: {"state_weight": SETTING},
     BlockManager: {"num_blocks": SETTING, "policy": SETTING, "block_size": SETTING, "copies_blocks": SETTING,
-                   "hasher": SETTING, "_sources": LANDED, "_to_keep": LANDED, "_unsettled": LANDED},
+                   "hasher": SETTING, "window": SETTING, "_sources": LANDED, "_to_keep": LANDED, "_unsettled": LANDED},
     StateBlocks: {"num_states": SETTING, "block_size": SETTING, "written": LANDED, "_heap": DERIVED},
+    WindowBlocks: {"num_windows": SETTING, "_num_blocks": SETTING, "_is_registered": WIRING},
     HostCache: {"num_blocks": SETTING, "policy": SETTING},
     BlockPool: {"num_blocks": SETTING},
     BlockTable: {"_ids": DERIVED, "_view": DERIVED, "num_changes": "tells one state of a table from others in memory"},
     PrefixCache: {"_pool": WIRING, "_policy": SETTING, "_heap": DERIVED, "num_recomputed": STATISTIC,
-                  "_evicted": STATISTIC, "forget_state": WIRING},
+                  "_evicted": STATISTIC, "forget_state": WIRING, "forget_window": WIRING},
     CachedBlock: {},
     Transfer: {},
     CostModel: {"state_weight": SETTING},
@@ -182,6 +184,7 @@ LIVES = [
     *[{"seed": seed, "has_faults": seed % 2 == 1, "has_policies": True} for seed in range(8)],
     {"seed": 4, "num_short_tokens": 6}, {"seed": 5, "has_readers": True},
     *[{"seed": seed, "has_faults": seed % 2 == 1, "keeps_states": True} for seed in (*range(7), 8, 87)],
+    *[{"seed": seed, "has_faults": seed % 2 == 1, "has_windows": True} for seed in range(8)],
 ]
 
 

@@ -24,7 +24,7 @@ from pagedcore.errors import EngineClosed, QueueTimeout
 from pagedcore.protocols import RaggedRows
 from pagedcore.requests.output_processor import PendingOutput
 from scheduler_lives.clients import FAILURES, PROMPT_TOKENS, Client
-from scheduler_lives.faults import Faults, RudeObserver, SimBackend, SimHybrid, SimTokenizer, silence
+from scheduler_lives.faults import Faults, RudeObserver, SimBackend, SimHybrid, SimTokenizer, SimWindowed, silence
 from scheduler_lives.laws import SimulationFailure, failure_of, require, short_prompts_leave_states
 from scheduler_lives.one_thread import Turns, one_thread
 from support.ahead import launched_ahead
@@ -40,7 +40,7 @@ class EngineSimulation:
 
     def __init__(
         self, seed: int, has_faults: bool = False, has_formation: bool = False, has_drafts: bool = False,
-        keeps_states: bool = False, is_ahead: bool = False,
+        keeps_states: bool = False, is_ahead: bool = False, has_windows: bool = False,
     ) -> None:
         self.seed, self.has_faults, self.has_drafts, self.keeps_states = seed, has_faults, has_drafts, keeps_states
         self.rng = rng = random.Random(f"engine {seed}")
@@ -51,10 +51,13 @@ class EngineSimulation:
         self.trace: list[str] = []
         self.failures: list[str] = []
         self.clients: list[Client] = []
-        kind = SimHybrid if keeps_states else SimBackend
+        kind = SimHybrid if keeps_states else SimWindowed if has_windows else SimBackend
         self.backend = (launched_ahead(kind) if is_ahead else kind)(rng, self.faults, self._in_step)
         self.has_text = rng.random() < 0.5
         self.settings = self._draw_settings()
+        if isinstance(self.backend, SimWindowed):
+            self.backend.windows.window = 1 + seed % 4
+            self.settings["host_kv_memory"] = None
         if isinstance(self.backend, SimHybrid):
             self.backend.has_attention = seed % 4 > 0
             copy_rng = random.Random(f"copies of states {seed}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.protocols import FloatArray, RaggedRows
-from support.doubles import KeepsToyStates, ToyBackend, ToyStore
+from support.doubles import KeepsToyStates, KeepsToyWindows, ToyBackend, ToyStore
 
 ARMED = 0.25
 FIRES = (0.01, 0.25)
@@ -82,6 +82,10 @@ class SimBackend(ToyBackend):
 
 class SimHybrid(KeepsToyStates, SimBackend):
     """The same with states."""
+
+
+class SimWindowed(KeepsToyWindows, SimBackend):
+    """The same with windows."""
 
 
 class SimStore(ToyStore):

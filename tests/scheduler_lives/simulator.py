@@ -14,7 +14,7 @@ import random
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as ListOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from pagedcore.scheduler.plan import ScheduledRow, SchedulePlan
 from pagedcore.scheduler.policies import Policy
 from pagedcore.scheduler.policy_view import PolicyView
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.window_rows import most_windows
 from pagedcore.sequence import Sequence, SequenceStatus
 from scheduler_lives.laws import (
     describe,
@@ -46,6 +47,7 @@ from support.doubles import (
     FakeClock,
     FlakyBackend,
     FlakyHybrid,
+    FlakyWindowed,
     ToyStore,
     make_scheduler,
     make_sequence,
@@ -208,6 +210,8 @@ class Simulation:
     """As of a sequence."""
     keeps_states: bool = False
     """Whether the model does; then a state is worth a cut from a few tokens on."""
+    has_windows: bool = False
+    """Whether layers of the model give up what has left their window; then there is no host."""
     has_readers: bool = False
     """Whether half of the sequences generate nothing, and have hidden states read from some position on."""
     trace: list[str] = field(default_factory=list)
@@ -216,7 +220,13 @@ class Simulation:
         self.rng = random.Random(self.seed)
         self.world = World.draw(self.rng)
         state_rng = random.Random(f"states {self.seed}")
-        world = self.world
+        if self.has_windows:
+            self.world = replace(self.world, num_host_blocks=0)
+        world, windows = self.world, {}
+        if self.has_windows:
+            window = state_rng.randint(1, 7)
+            least = most_windows(window, world.block_size)
+            windows = {"num_windows": least + state_rng.choice([0, 1, 3, 12]), "window": window}
         self.policy_rng = random.Random(f"policies {self.seed}")
         self.scheduler: Scheduler = make_scheduler(
             world.num_blocks,
@@ -232,11 +242,15 @@ class Simulation:
             copies_blocks=world.copies_blocks,
             num_states=world.max_num_seqs * state_rng.choice([2, 3, 4]) if self.keeps_states else 0,
             num_host_states=state_rng.randint(1, 8) if self.keeps_states and world.num_host_blocks else 0,
+            **windows,
             **(self._draw_formation() if self.has_formation else {}),
         )
         self.arrived_s: dict[int, float] = {}
         self.last_phase = ""
-        self.backend = FlakyHybrid() if self.keeps_states else FlakyBackend()
+        self.backend = FlakyHybrid() if self.keeps_states else FlakyWindowed()
+        if isinstance(self.backend, FlakyWindowed) and self.has_windows:
+            self.backend.windows.window = windows["window"]
+            self.backend.windows.use(windows["num_windows"])
         if isinstance(self.backend, FlakyHybrid):
             self.backend.has_attention = state_rng.random() < 0.7
             self.backend.allocate_states(self.scheduler.kv_cache.device.states.num_states)
@@ -257,7 +271,9 @@ class Simulation:
         self.reader_rng = random.Random(f"readers {self.seed}")
         self.clock = FakeClock()
         states = self.backend if isinstance(self.backend, FlakyHybrid) else None
-        self.mover = KVTransfers(self.store, self.scheduler.moves, self.clock, LONGEST_TRANSFER_S, states)
+        windows_store = self.backend.windows.store if isinstance(self.backend, FlakyWindowed) else None
+        self.mover = KVTransfers(
+            self.store, self.scheduler.moves, self.clock, LONGEST_TRANSFER_S, states, windows=windows_store)
         self.turns: dict[int, Turn] = {}
         self.num_arrived = 0
         self.known_transfers: frozenset[int] | None = None
@@ -470,7 +486,7 @@ class Simulation:
             require_alternation(plan, self.scheduler, self.last_phase)
         copies = self.scheduler.reserve(plan)
         self._check(before)
-        self.mover.copy(copies)
+        self.mover.copy(copies, self.scheduler.kv_cache.device)
         if self._has_fault(0.06):
             self._leave_in_flight(plan)
         self._execute(plan)

@@ -117,6 +117,18 @@ def test_callers_of_an_engine_with_a_short_context(monkeypatch: pytest.MonkeyPat
         EngineSimulation(seed, has_faults=seed % 2 == 1).run()
 
 
+def test_callers_of_an_engine_whose_model_has_windows() -> None:
+    """Sessions, files, beams, candidates, drafts, failing and torn steps: no row reads another one's window block."""
+    num_found = num_windows = 0
+    for seed in range(600, 620):
+        simulation = EngineSimulation(seed, has_faults=seed % 2 == 1, has_formation=seed % 3 == 0,
+                                      has_drafts=seed % 5 < 2, has_windows=True).run()
+        stats = simulation.engine.stats()
+        num_found, num_windows = num_found + stats.num_cached_tokens, num_windows + (stats.num_windows > 0)
+    assert num_found > 0
+    assert num_windows > 10
+
+
 def test_a_seed_leaves_the_same_trace_every_time() -> None:
     """Nothing but the seed decides, threads, time and the order of sets included."""
     for seed in range(4):

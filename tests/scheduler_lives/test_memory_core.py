@@ -105,7 +105,7 @@ class MemoryCore(RuleBasedStateMachine):
         self.laws_hold()
 
     def compute(self, plan: SchedulePlan, copies: tuple[tuple[int, int], ...], begun_s: float) -> FloatArray:
-        self.mover.copy(copies)
+        self.mover.copy(copies, self.scheduler.kv_cache.device)
         self.laws_hold()
         return self.backend.forward(build_batch(plan.rows, self.scheduler.kv_cache.device))
 
@@ -121,7 +121,7 @@ class MemoryCore(RuleBasedStateMachine):
         """A step that is planned and reserved, and does not happen."""
         plan = self.scheduler.schedule()
         if not plan.moves_blocks:
-            self.mover.copy(self.scheduler.reserve(plan))
+            self.mover.copy(self.scheduler.reserve(plan), self.scheduler.kv_cache.device)
             self.scheduler.rollback(plan)
 
     @precondition(lambda self: self.store.under_way)

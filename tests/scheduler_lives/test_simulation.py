@@ -84,6 +84,28 @@ def test_lives_with_readers(has_faults: bool) -> None:
         Simulation(seed, has_faults, has_policies=seed % 2 == 0, has_readers=True).run()
 
 
+def windowed_life(seed: int) -> Simulation:
+    """A life with windows, and with all that the other kinds of lives have, in turns."""
+    border = 3 + seed % 6 if seed % 7 == 3 else None
+    return Simulation(seed, has_faults=seed % 2 == 1, has_formation=seed % 3 == 0, has_policies=seed % 4 < 2,
+                      has_readers=seed % 5 == 0, num_short_tokens=border, has_windows=True).run()
+
+
+def test_lives_with_windows() -> None:
+    """A model whose layers give up what has left their window gives the same completions, whatever is shared, evicted,
+    preempted, cut or broken off; no row reads a window block that it does not hold, and prefixes are found."""
+    lives = [windowed_life(seed).scheduler for seed in range(150)]
+    assert sum(one.counters.num_cached_tokens > 0 for one in lives) > 30
+    assert sum(one.stats().num_windows_evicted > 0 for one in lives) > 30
+
+
+@pytest.mark.slow
+def test_many_lives_with_windows() -> None:
+    """The same with more seeds."""
+    for seed in range(10_000, 40_000):
+        windowed_life(seed)
+
+
 def test_lives_with_states() -> None:
     """A model whose logits follow from the state that a row began from gives the same completions, whatever is shared,
     evicted, preempted, swapped, cut or broken off; and states are found, and come back from the host."""
@@ -180,7 +202,7 @@ class Crowd:
         while plan.moves_blocks:
             self.mover.start(self.scheduler.make_room(plan))
             plan = self.scheduler.schedule()
-        self.mover.copy(self.scheduler.reserve(plan))
+        self.mover.copy(self.scheduler.reserve(plan), self.scheduler.kv_cache.device)
         try:
             logits = self.backend.forward(build_batch(plan.rows, self.scheduler.kv_cache.device))
         except RuntimeError:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from functools import cached_property
 from itertools import count
 from types import MappingProxyType
 from typing import Any
@@ -421,6 +422,89 @@ class FlakyHybrid(KeepsToyStates, FlakyBackend):
     """A ``FlakyBackend`` that keeps states."""
 
 
+class ToyWindowLayers:
+    """Window blocks of a toy: tokens are kept there too."""
+
+    window = 6
+    num_windows = 0
+    store: ToyStore | None = None
+
+    def block_bytes(self, block_size: int) -> int:
+        """Half of a block's."""
+        return 16 * block_size
+
+    def use(self, num_windows: int) -> None:
+        """Let ``allocate_kv`` make window blocks."""
+        self.num_windows = num_windows
+
+    def allocate(self, block_size: int) -> None:
+        """Make them."""
+        self.slots = ToyBackend()
+        self.slots.allocate_kv(self.num_windows, block_size)
+        self.store = ToyStore(self.slots, block_size) if self.num_windows else None
+
+
+class KeepsToyWindows:
+    """What lets a toy have window blocks: each row that is sampled reads those in its window from there. Without any it
+    is the toy that it was.
+    """
+
+    @cached_property
+    def windows(self) -> ToyWindowLayers:
+        """Its layers with a window."""
+        return ToyWindowLayers()
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> None:
+        """Make empty slots, and those of window blocks."""
+        super().allocate_kv(num_blocks, block_size)  # type: ignore[misc]
+        self.windows.allocate(block_size)
+
+    def free_kv_bytes(self) -> int:
+        """More than is asked for."""
+        return 2**30
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """As many bytes again for layers with a window."""
+        return 2 * 16 * block_size
+
+    def release_kv(self) -> None:
+        """Forget the window blocks."""
+        self.windows.use(0)
+
+    def forward(self, batch: RaggedRows) -> FloatArray:
+        """Write to window blocks, then compute."""
+        if self.windows.num_windows:
+            assert batch.window_slots is not None, "a step says nothing of window blocks"
+            num_tokens = int(batch.query_start[-1])
+            slots, positions = batch.window_slots[:num_tokens], batch.positions[:num_tokens].copy()
+            assert len(np.unique(slots)) == num_tokens, "two tokens of one step share a slot of a window block"
+            if batch.is_long is not None:
+                positions += LONG * np.repeat(batch.is_long, np.diff(batch.query_start))
+            self.windows.slots.slot_tokens[slots] = batch.token_ids[:num_tokens]
+            self.windows.slots.slot_positions[slots] = positions
+        return super().forward(batch)  # type: ignore[misc,no-any-return]
+
+    def _read_back(self, batch: RaggedRows, row: int, num_positions: int) -> npt.NDArray[np.int64]:
+        tokens: npt.NDArray[np.int64] = super()._read_back(batch, row, num_positions)  # type: ignore[misc]
+        if self.windows.num_windows:
+            in_windows = replace(batch, block_tables=batch.window_tables)  # type: ignore[type-var]
+            first, there = max(0, num_positions - self.windows.window), self.windows.slots
+            slots = there._slots_of(in_windows, row, first, num_positions)
+            is_long = batch.is_long is not None and bool(batch.is_long[row])
+            wanted = np.arange(first, num_positions) + LONG * is_long
+            assert np.array_equal(there.slot_positions[slots], wanted), "a window block holds other positions"
+            assert np.array_equal(there.slot_tokens[slots], tokens[first:]), "a window block holds other tokens"
+        return tokens
+
+
+class ToyWindowed(KeepsToyWindows, ToyBackend):
+    """A ``ToyBackend`` with windows."""
+
+
+class FlakyWindowed(KeepsToyWindows, FlakyBackend):
+    """A ``FlakyBackend`` with windows."""
+
+
 class FakeClock:
     """A clock that moves only when a test moves it."""
 
@@ -497,6 +581,8 @@ def make_scheduler(
     policy_options: Mapping[str, Any] = MappingProxyType({}),
     num_states: int = 0,
     num_host_states: int = 0,
+    num_windows: int = 0,
+    window: int = 0,
     **formation: Any,
 ) -> Scheduler:
     """Build a small scheduler with a pool of its own."""
@@ -504,6 +590,7 @@ def make_scheduler(
         KVCacheManager(
             num_blocks, block_size, num_host_blocks=num_host_blocks, policy=POLICIES[eviction],
             copies_blocks=copies_blocks, num_states=num_states, num_host_states=num_host_states,
+            num_windows=num_windows, window=window,
         ),
         make_policy(policy, **policy_options),
         max_num_seqs=max_num_seqs,

@@ -19,6 +19,9 @@ Otherwise no engine imports this file. What the slots of the blocks hold is chec
          have it or write it and the transfers that it is part of; one that is free, or kept for nobody, has none; no
          step reads and writes one, nor writes it twice; a kept one has the key of a cached block; a sequence has a
          state exactly if it has a table and computed positions, and one on the host exactly if it has pins there
+    S12  of a model with windows: a window block's references are the sequences that hold it and the copies that read
+         it; one that is free, or stays with a cached block, has none; between steps a sequence holds the window blocks
+         of what its next token reads, and of one block more at most
 """
 
 from __future__ import annotations
@@ -114,7 +117,7 @@ class InvariantChecker(EngineObserver):
 def check(now: Snapshot, before: Snapshot | None = None) -> list[Violation]:
     """List every broken law, S1 first; ``before`` is an earlier snapshot, for what must not have changed."""
     laws = (_s1(now), _s2(now), _s3(now), _s4(now), _s5(now), _s6(now), _s7(now), _s8(now), _s9(now, before), _s10(now),
-            _s11(now))
+            _s11(now), _s12(now))
     return [violation for law in laws for violation in law]
 
 
@@ -275,3 +278,28 @@ def _broken_states(states: StateSnapshot, memory: MemorySnapshot, where: str) ->
     for key, one in states.kept.items():
         if key not in memory.registered:
             yield Violation("S11", f"{where}state {one.state_id} is kept and the KV before it is not")
+
+
+def _s12(now: Snapshot) -> Iterator[Violation]:
+    if (windows := now.blocks.windows) is None:
+        return
+    free, cached = Counter(windows.free_blocks), {one.block_id for one in now.blocks.device.registered.values()}
+    for one, count in enumerate(windows.reference_counts):
+        if count != (held := windows.holders.get(one, 0)):
+            yield Violation("S12", f"window block {one} has {count} references and {held} holders")
+        if free[one] + (one in windows.idle_blocks) + (count > 0) != 1:
+            yield Violation("S12", f"window block {one} is not either free, kept or held")
+    for one, block in windows.kept.items():
+        if one not in windows.idle_blocks or block not in cached or windows.of_block[block] != one:
+            yield Violation("S12", f"window block {one} is kept for block {block}, which is not cached with it")
+    size = now.blocks.block_size
+    for state in now.waiting + now.running:
+        table = now.blocks.tables.get(state.sequence_id)
+        if table is None or not state.num_computed_tokens:
+            continue
+        read, passed = state.num_computed_tokens + 1 - windows.window, windows.passed.get(state.sequence_id, 0)
+        if passed > max(0, read) // size or (
+                state.sequence_id not in now.reserved and passed < max(0, read - 1) // size):
+            yield Violation("S12", f"sequence {state.sequence_id} has passed {passed} blocks and reads from {read} on")
+        if any(windows.of_block[block] < 0 for block in table[passed:]):
+            yield Violation("S12", f"sequence {state.sequence_id} has a block without a window block")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,7 @@ from pagedcore.analysis.diagnosis.invariants import InvariantChecker, Violation
 from pagedcore.errors import InternalError
 from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
+from pagedcore.kv_cache.windowed_blocks import WindowedBlocks
 from pagedcore.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
     from pagedcore.execution.sampler import SampledTokens
     from pagedcore.kv_cache.block_manager import BlockManager
-    from pagedcore.protocols import CacheStore, StateStore
+    from pagedcore.protocols import CacheStore, StateStore, WindowStore
     from pagedcore.scheduler.plan import ScheduledRow
     from pagedcore.scheduler.scheduler import Scheduler
 
@@ -59,11 +60,12 @@ class ShadowTags:
         self.device: Tags = np.full((num_blocks, block_size, 3), _NOTHING)
         self.host: Tags = np.full((num_host_blocks, block_size, 3), _NOTHING)
         self.violations: list[Violation] = []
-        self._digests: dict[int, list[int]] = {}
+        self.digests: dict[int, list[int]] = {}
+        """Of all tokens up to each position, by sequence id."""
 
     def expected(self, sequence: Sequence, start: int, end: int, drafts: tuple[int, ...] = ()) -> Tags:
         """Return the tags of a sequence's positions, shape [end - start, 3], the last of which are of drafts."""
-        digests = self._digests.setdefault(sequence.sequence_id, [])
+        digests = self.digests.setdefault(sequence.sequence_id, [])
         for token_id in sequence.token_ids[len(digests) : end]:
             digests.append(hash((digests[-1] if digests else 0, token_id)))
         if drafts:
@@ -79,17 +81,18 @@ class ShadowTags:
         positions = np.arange(start, end)
         self.device[table[positions // self.block_size], positions % self.block_size] = tags
 
-    def check_read(self, sequence: Sequence, table: npt.NDArray[np.int32], end: int) -> None:
-        """Record a violation if a slot before ``end`` has another tag than the sequence expects."""
-        positions = np.arange(end)
+    def check_read(self, sequence: Sequence, table: npt.NDArray[np.int32], end: int, start: int = 0) -> None:
+        """Record a violation if a slot from ``start`` to ``end`` has another tag than the sequence expects."""
+        positions = np.arange(start, end)
         found = self.device[table[positions // self.block_size], positions % self.block_size]
-        same = found == (wanted := self.expected(sequence, 0, end))
+        same = found == (wanted := self.expected(sequence, start, end))
         same[:, 0] |= found[:, 0] == _ANY_ROOT
         wrong = np.flatnonzero(~same.all(axis=1) & (found[:, 1] != _FOREIGN[1]))
         if len(wrong):
-            place, block = int(wrong[0]), int(table[wrong[0] // self.block_size])
+            place = int(wrong[0])
+            position, block = start + place, int(table[(start + place) // self.block_size])
             self.violations.append(Violation(
-                "tags", f"sequence {sequence.sequence_id} reads position {place} in block {block}, "
+                "tags", f"sequence {sequence.sequence_id} reads position {position} in block {block}, "
                 f"which holds {_describe(found[place], wanted[place])}",
             ))
 
@@ -105,7 +108,9 @@ class ShadowTags:
 
     def keep(self, sequence_ids: Iterable[int]) -> None:
         """Forget what is known of all other sequences; it is computed again if one comes back."""
-        self._digests = {one: self._digests[one] for one in sequence_ids if one in self._digests}
+        kept = {one: self.digests[one] for one in sequence_ids if one in self.digests}
+        self.digests.clear()
+        self.digests.update(kept)
 
 
 def _describe(found: Tags, wanted: Tags) -> str:
@@ -117,9 +122,11 @@ def _describe(found: Tags, wanted: Tags) -> str:
 
 
 class ShadowStore:
-    """A ``CacheStore`` that moves the tags with the bytes of another one, and poisons blocks."""
+    """A ``CacheStore`` that moves the tags with the bytes of another one, and poisons blocks. Over a ``WindowStore``
+    it is one.
+    """
 
-    def __init__(self, store: CacheStore, tags: ShadowTags) -> None:
+    def __init__(self, store: Any, tags: ShadowTags) -> None:
         self._store, self._tags = store, tags
         self._moving: dict[int, tuple[Tags, list[int], Tags]] = {}
         self._read: dict[bytes, Tags] = {}
@@ -129,7 +136,8 @@ class ShadowStore:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
-        return self._store.block_bytes
+        num_bytes: int = self._store.block_bytes
+        return num_bytes
 
     def allocate_host(self, num_blocks: int) -> None:
         """Pass it on."""
@@ -184,6 +192,11 @@ class ShadowStore:
         for block_id, block in zip(block_ids, contents, strict=True):
             self._tags.device[block_id] = self._read.get(_digest(block), _FOREIGN)
             self._is_poisoned[block_id] = False
+
+    def divide(self, blocks: npt.NDArray[np.uint8]) -> ListOf[npt.NDArray[np.uint8]]:
+        """Pass it on."""
+        divided: ListOf[npt.NDArray[np.uint8]] = self._store.divide(blocks)
+        return divided
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Fill device blocks with NaN that hold something; their tags say that they hold nothing."""
@@ -268,14 +281,22 @@ def _digest(block: npt.NDArray[np.uint8]) -> bytes:
     return blake2b(block.tobytes(), digest_size=16).digest()
 
 
+class ShadowWindows(NamedTuple):
+    """The tags of window blocks, and what moves these."""
+
+    tags: ShadowTags
+    store: ShadowStore
+
+
 class ShadowRunner(ModelRunner):
     """A ``ModelRunner`` that compares the tags of what a step reads, and tags what it has computed."""
 
     def __init__(
-        self, runner: ModelRunner, tags: ShadowTags, store: ShadowStore | None, states: ShadowStates | None
+        self, runner: ModelRunner, tags: ShadowTags, store: ShadowStore | None, states: ShadowStates | None,
+        windows: ShadowWindows | None,
     ) -> None:
         self.__dict__.update(vars(runner))
-        self._tags, self._store, self._states = tags, store, states
+        self._tags, self._store, self._states, self._windows = tags, store, states, windows
 
     def execute(self, rows: ListOf[ScheduledRow], block_manager: BlockManager) -> SampledTokens:
         """Compute ``rows``. Raises as ``ModelRunner.execute``, and ``InternalError`` before a wrong slot is read."""
@@ -299,7 +320,12 @@ class ShadowRunner(ModelRunner):
         # Why copies: tables of sequences that end meanwhile are cut.
         tables = [one.block_ids.copy() for one in block_manager.tables(row.sequence.sequence_id for row in rows)]
         for row, table in zip(rows, tables, strict=True):
-            self._prepare(row, table)
+            _prepare(row, table, self._tags, self._store)
+        of_windows = list[npt.NDArray[np.int32]]()
+        if isinstance(block_manager, WindowedBlocks) and self._windows is not None:
+            of_windows = [block_manager.windows.of_block[table] for table in tables]
+            for row, table in zip(rows, of_windows, strict=True):
+                _prepare(row, table, *self._windows, max(0, row.start + 1 - block_manager.window))
         written = self._prepare_states(rows, block_manager) if isinstance(block_manager, HybridBlocks) else []
         if self._tags.violations:
             raise InternalError("; ".join(one.what for one in self._tags.violations))
@@ -310,6 +336,8 @@ class ShadowRunner(ModelRunner):
                     continue
                 tags = self._tags.expected(row.sequence, row.start, row.end, row.drafts)
                 self._tags.write(table, row.start, tags, row.end)
+                if of_windows and self._windows is not None:
+                    self._windows.tags.write(of_windows[place], row.start, tags, row.end)
                 if written:
                     self._tags.states[written[place]] = tags[-1]
 
@@ -326,24 +354,29 @@ class ShadowRunner(ModelRunner):
         self._tags.states[written] = _NOTHING
         return written
 
-    def _prepare(self, row: ScheduledRow, table: npt.NDArray[np.int32]) -> None:
-        block_size = self._tags.block_size
-        self._tags.check_read(row.sequence, table, row.start)
-        if self._store is not None:
-            self._store.poison(table[-(-row.start // block_size) :].tolist())
-            self._store.note_written(table[row.start // block_size :])
-        # Why: a step that fails half-way leaves slots of which nothing is known.
-        self._tags.write(table, row.start, _NOTHING, row.end)
+
+def _prepare(
+    row: ScheduledRow, table: npt.NDArray[np.int32], tags: ShadowTags, store: ShadowStore | None, first: int = 0
+) -> None:
+    """Check what a row reads, from a position on."""
+    block_size = tags.block_size
+    tags.check_read(row.sequence, table, row.start, first)
+    if store is not None:
+        store.poison(table[-(-row.start // block_size) :].tolist())
+        store.note_written(table[row.start // block_size :])
+    # Why: a step that fails half-way leaves slots of which nothing is known.
+    tags.write(table, row.start, _NOTHING, row.end)
 
 
 class ShadowChecker(InvariantChecker):
     """Checks the laws and the tags after every step, and poisons what is free."""
 
     def __init__(
-        self, scheduler: Scheduler, tags: ShadowTags, store: ShadowStore | None, states: ShadowStates | None
+        self, scheduler: Scheduler, tags: ShadowTags, store: ShadowStore | None, states: ShadowStates | None,
+        windows: ShadowWindows | None,
     ) -> None:
         super().__init__(scheduler)
-        self._tags, self._store, self._states = tags, store, states
+        self._tags, self._store, self._states, self._windows = tags, store, states, windows
 
     def check(self, *further: Violation) -> None:
         """Raise ``InternalError`` with every law that is broken now, and every wrong read since the last check."""
@@ -359,17 +392,26 @@ class ShadowChecker(InvariantChecker):
             self._tags.host_states[list(blocks.host_states.free_blocks)] = _NOTHING
         if blocks.states is not None and self._states is not None:
             self._states.poison(blocks.states.free_blocks)
+        if blocks.windows is not None and self._windows is not None:
+            self._windows.store.poison(blocks.windows.free_blocks)
         self._tags.keep(state.sequence_id for state in self._before.waiting + self._before.running)
 
 
 def shadow(
-    scheduler: Scheduler, store: CacheStore | None, states: StateStore | None, runner: ModelRunner
-) -> tuple[CacheStore | None, StateStore | None, ModelRunner, InvariantChecker]:
+    scheduler: Scheduler, store: CacheStore | None, states: StateStore | None, windows: WindowStore | None,
+    runner: ModelRunner,
+) -> tuple[CacheStore | None, StateStore | None, WindowStore | None, ModelRunner, InvariantChecker]:
     """Return the stores and the runner with tags beside them, and what checks both after every step."""
     device, host = scheduler.kv_cache.device, scheduler.kv_cache.host
     num_states = device.states.num_states if isinstance(device, HybridBlocks) else 0
     tags = ShadowTags(device.num_blocks, host.num_blocks, device.block_size, num_states, host.states.num_states)
     shadowed = ShadowStore(store, tags) if store is not None else None
     shadowed_states = ShadowStates(states, tags) if states is not None else None
-    return (shadowed, shadowed_states, ShadowRunner(runner, tags, shadowed, shadowed_states),
-            ShadowChecker(scheduler, tags, shadowed, shadowed_states))
+    shadowed_windows = None
+    if windows is not None and isinstance(device, WindowedBlocks):
+        own = ShadowTags(device.windows.num_windows, 0, device.block_size)
+        own.violations, own.digests = tags.violations, tags.digests
+        shadowed_windows = ShadowWindows(own, ShadowStore(windows, own))
+    return (shadowed, shadowed_states, shadowed_windows.store if shadowed_windows is not None else windows,
+            ShadowRunner(runner, tags, shadowed, shadowed_states, shadowed_windows),
+            ShadowChecker(scheduler, tags, shadowed, shadowed_states, shadowed_windows))

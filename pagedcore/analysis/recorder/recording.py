@@ -27,12 +27,14 @@ from pagedcore.sequence import long_root
 from pagedcore.sessions.session_file import params_as_mapping
 
 FORMAT: Final = "pagedcore recording"
-VERSION: Final = 8
+VERSION: Final = 9
+_AHEAD: Final = 8
+"""What a file says whose steps were taken before the tokens of those before them were known."""
 _WITH_STATES: Final = 7
 _PLAIN: Final = 6
 """What a file says whose steps were taken one by one, and one whose model keeps no states and got no other weights, so
 that earlier versions can read it."""
-_READ: Final = (4, 5, _PLAIN, _WITH_STATES, VERSION)
+_READ: Final = (4, 5, _PLAIN, _WITH_STATES, _AHEAD, VERSION)
 """Files of version 5 know no drafts, those of version 4 no sequences that generate nothing either. Those of earlier
 versions were decided by other estimates of what steps cost, and cannot be decided again."""
 _MOST_REFUSED: Final = 2**53
@@ -91,8 +93,10 @@ class _Writer:
                  for segment in segments]
         has_states = any("num_states" in begin["settings"] for begin, _ in parts)
         verbs = {name for segment in segments for _, name, *_ in segment.events}
-        version = VERSION if verbs & {"foresee", "read"} else (
+        version = _AHEAD if verbs & {"foresee", "read"} else (
             _WITH_STATES if has_states or "weights" in verbs else _PLAIN)
+        if any("windows" in begin["settings"] for begin, _ in parts):
+            version = VERSION
         yield canonical({**header, "format": FORMAT, "version": version, "has_tokens": self._keeps_tokens})
         yield canonical(self._rows.encode(self._roots))
         for begin, events in parts:
@@ -293,6 +297,10 @@ def _state(segment: Mapping[str, Any], rows: list[tuple[int, array[int]]]) -> di
                 len(state[memory]["states"]["counts"]) != size for memory, size in
                 (("device", num_states), ("host", num_host_states)) if size):
             raise RecordingError("its states are more or fewer than there can be")
+    if (windows := settings.get("windows")) is not None:
+        is_possible = [type(one) is int and 0 < one <= MAX_BLOCKS for one in windows] == [True, True]
+        if not is_possible or settings["num_host_blocks"] or len(state["device"]["windows"]["counts"]) != windows[0]:
+            raise RecordingError("its window blocks are more or fewer than there can be")
     for memory, num_blocks in ((state["device"], settings["num_blocks"]), (state["host"], settings["num_host_blocks"])):
         if len(memory["counts"]) != num_blocks:
             raise RecordingError("a pool is not as large as its settings say")

@@ -12,6 +12,7 @@ from typing import Any
 from pagedcore.kv_cache.eviction import POLICIES
 from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
+from pagedcore.kv_cache.windowed_blocks import WindowedBlocks
 from pagedcore.outputs import FinishReason
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.adapter_slots import AdapterSlots
@@ -66,16 +67,19 @@ def settings_of(scheduler: Scheduler) -> State:
         **({"adapters": [slots.num_slots, slots.num_bytes]} if slots.num_slots else {}),
         **({"num_states": device.states.num_states, "num_host_states": host.states.num_states,
             "state_weight": scheduler.kv_cache.state_weight} if isinstance(device, HybridBlocks) else {}),
+        **({"windows": [device.windows.num_windows, device.window]} if isinstance(device, WindowedBlocks) else {}),
     }
 
 
 def build_scheduler(settings: Mapping[str, Any], load_policy: Callable[[str, Any], Policy]) -> Scheduler:
     """Build an empty scheduler with these settings, and with a policy of that name and those options."""
+    num_windows, window = settings.get("windows", (0, 0))
     kv_cache = KVCacheManager(
         settings["num_blocks"], settings["block_size"], num_host_blocks=settings["num_host_blocks"],
         policy=POLICIES[settings["eviction"]], copies_blocks=settings["copies_blocks"],
         num_states=settings.get("num_states", 0), num_host_states=settings.get("num_host_states", 0),
         state_weight=settings.get("state_weight", 0.0),
+        num_windows=num_windows, window=window,
     )
     names = ("max_num_seqs", "max_num_batched_tokens", "max_num_waiting", "admission", "preemption",
              "max_scored_tokens", "prefill_share", "phases")

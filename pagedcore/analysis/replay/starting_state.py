@@ -60,6 +60,8 @@ def starting_state(segment: Mapping[str, Any], changes: Mapping[str, Any], now_s
         raise RecordingError(f"a pool of {settings['num_blocks']} blocks, at most {MAX_BLOCKS} are replayed")
     if "num_states" in settings:
         settings["num_host_states"] = _num_host_states(settings, recorded)
+    if "windows" in settings and settings["num_host_blocks"]:
+        raise RecordingError("its model has window blocks, of which none is on the host")
     names = [name for name in ("num_blocks", "num_host_blocks", "num_host_states") if name in recorded]
     first = {**settings, **{name: recorded[name] for name in names}}
     state, num_more = segment["state"], settings["num_blocks"] - recorded["num_blocks"]
@@ -173,6 +175,9 @@ def _renumbered(device: State, num_blocks: int) -> State:
         "entries": [[place[entry[0]], *entry[1:]] for entry in device["entries"]],
         **({"states": {**states, "kept": [[place[one], *rest] for one, *rest in states["kept"]]}}
            if (states := device.get("states")) is not None else {}),
+        **({"windows": {**windows, "of": [[one, place[owner], place[block_id]] for one, owner, block_id in
+                                          windows["of"] if owner in place and block_id in place]}}
+           if (windows := device.get("windows")) is not None else {}),
         "tables": [[number, [place[one] for one in block_ids], registered]
                    for number, block_ids, registered in device["tables"]],
     }

@@ -38,10 +38,12 @@ class PagedStep:
         positions: int64 [T] of the batch where the model computes; by default on the CPU.
         states: has memory for the states of recurrent layers, and has planned the batch; ``None``: there are none.
 
-    ``slots`` [T] are the batch's, on the CPU; ``adapter_slots`` [T] those of the tokens' adapters, if any has one.
+    ``slots`` [T] are the batch's, on the CPU, and ``window_slots`` [T] if it has some; ``adapter_slots`` [T] those of
+    the tokens' adapters, if any has one.
     """
 
-    __slots__ = ("_call", "_dtype", "_layers", "adapter_slots", "attention", "positions", "slots", "states")
+    __slots__ = ("_call", "_dtype", "_layers", "adapter_slots", "attention", "positions", "slots", "states",
+                 "window_slots")
 
     def __init__(
         self, attention: AttentionBackend, layers: Mapping[int, AttentionLayer], batch: RaggedRows, dtype: torch.dtype,
@@ -52,6 +54,7 @@ class PagedStep:
         self._dtype = dtype
         self.positions = torch.from_numpy(batch.positions) if positions is None else positions
         self.slots = torch.from_numpy(batch.slot_mapping)
+        self.window_slots = None if batch.window_slots is None else torch.from_numpy(batch.window_slots)
         self.adapter_slots = None if batch.adapter_slots is None else _of_tokens(batch.adapter_slots, batch)
 
     def attend(

@@ -21,6 +21,7 @@ from torch import nn
 from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.attention.layers import AttentionLayer
 from pagedcore.models.attention.recurrences import known_recurrences
+from pagedcore.models.attention.windows import AttentionWithWindows
 from pagedcore.models.decoders.fused_layers import (
     FusedAttention,
     FusedConvolution,
@@ -263,6 +264,7 @@ class FusedDecoder(Decoder):
         for angles in self._angles:
             angles.grow(num_positions)
         slots, (num_rows, hidden), dtype = step.slots, residual.shape, residual.dtype
+        window_slots, windows = step.window_slots, None
         if workspace is None:
             normed, gated = torch.empty_like(residual), residual.new_empty(num_rows, self._gated_size)
         else:
@@ -271,11 +273,19 @@ class FusedDecoder(Decoder):
             gated = workspace.take("gated", num_rows, self._gated_size, dtype)
             positions = workspace.take("positions", num_rows, 1, torch.int64)[:, 0].copy_(positions)
             slots = workspace.take("slots", num_rows, 1, torch.int64)[:, 0].copy_(slots)
+            if window_slots is not None:
+                room = workspace.take("window slots", num_rows, 1, torch.int64)
+                window_slots = room[:, 0].copy_(window_slots)
         attention, destination = step.attention, None
         if isinstance(attention, ShowsKVPool) and isinstance(attention.layout, KVLayout):
             are_apart = len(set((slots // attention.layout.block_size).tolist())) == num_rows
             destination = KVDestination(attention.layout, attention.pool, slots, are_apart)
+            if isinstance(attention, AttentionWithWindows) and window_slots is not None:
+                layout = attention.windows.layout
+                assert isinstance(layout, KVLayout)  # Invariant: both are of one kind
+                there = KVDestination(layout, attention.windows.pool, window_slots, are_apart)
+                windows = attention.split, there
         adapters, take = None, new_room if workspace is None else workspace.take
         if step.adapter_slots is not None and self.adapters is not None:
             adapters = self.adapters.of_rows(step.adapter_slots, take)
-        return StepRows(residual, normed, gated, positions, destination, workspace, adapters)
+        return StepRows(residual, normed, gated, positions, destination, workspace, adapters, windows)

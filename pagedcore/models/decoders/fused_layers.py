@@ -94,7 +94,7 @@ class FusedAttention(Mixer):
         """Attend; see ``Mixer``. Returns [T, H * D]."""
         place = self.place
         qkv = rows.multiply("qkv", self.qkv, normed)
-        self.rotary(qkv, rows.positions, self.angles.table, rows.destination, place.index)
+        self.rotary(qkv, rows.positions, self.angles.table, *rows.place_of(place.index))
         heads, num_others = qkv.view(len(qkv), -1, place.key_head_size), 2 * place.num_kv_heads
         queries, others = heads[:, :-num_others], heads[:, -num_others:]
         if rows.destination is None:

@@ -12,6 +12,7 @@ import torch
 
 from pagedcore.models.attention.interface import PagedStep
 from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.attention.windows import WindowSplit
 from pagedcore.models.linears.packed_linear import PackedLinear
 from pagedcore.models.lora.slots import RowAdapters, new_room
 from pagedcore_kernels.cpu.layers.elementwise import KVDestination
@@ -36,6 +37,15 @@ class StepRows:
     """Where results of products and of attention are; ``None``: in new tensors."""
     adapters: RowAdapters | None = None
     """Those of the rows; ``None``: no row has one."""
+    windows: tuple[WindowSplit, KVDestination] | None = None
+    """Where K and V of layers with a window go, if that is elsewhere."""
+
+    def place_of(self, layer: int) -> tuple[KVDestination | None, int]:
+        """Return where K and V of a layer go, and its number there."""
+        if self.windows is None:
+            return self.destination, layer
+        has_window, number = self.windows[0].places[layer]
+        return (self.windows[1] if has_window else self.destination), number
 
     def add(self, addend: torch.Tensor | None) -> torch.Tensor:
         """Add ``addend`` to the residual, if there is one, and return it."""

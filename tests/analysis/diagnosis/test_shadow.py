@@ -135,7 +135,7 @@ def test_a_copy_that_is_dropped_is_reported(monkeypatch: Patch) -> None:
     engine = make_engine(max_num_batched_tokens=16)
     engine.add_request([1, 2, 3, 4, 5, 6, 7], SamplingParams(max_tokens=1))
     run(engine)
-    monkeypatch.setattr(KVTransfers, "copy", lambda self, pairs: None)
+    monkeypatch.setattr(KVTransfers, "copy", lambda self, pairs, blocks: None)
     engine.add_request([1, 2, 3, 4, 5, 6, 9], GREEDY)
     expect_report(engine, r"reads position 4 in block \d+, which holds nothing")
 

@@ -26,7 +26,7 @@ from pagedcore.errors import EngineOverloaded, ForkedProcess, InvalidConfig, Rec
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler import chunk_ends
 from pagedcore.scheduler.scheduler import Scheduler
-from support.doubles import FakeClock, ToyBackend, ToyHybrid, make_sequence
+from support.doubles import FakeClock, ToyBackend, ToyHybrid, ToyWindowed, make_sequence
 from support.recordings import dumped, lines_of, ring_of, run_all, toy_engine, write_lines
 from support.torture import first_seed, scaled
 
@@ -318,7 +318,7 @@ _VALUES = (None, -1, 0, 1, 3, 10**6, 2**70, 0.5, 1e308, float("nan"), "", "x", [
            json.loads("[" * 400 + "]" * 400))
 
 
-@pytest.mark.parametrize("backend", [None, ToyHybrid()], ids=["", "states"])
+@pytest.mark.parametrize("backend", [None, ToyHybrid(), ToyWindowed()], ids=["", "states", "windows"])
 def test_no_forged_value_gets_through(
     backend: ToyBackend | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

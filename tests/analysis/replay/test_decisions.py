@@ -59,6 +59,20 @@ def test_lives_with_states_are_replayed(max_steps: int, tmp_path: Path, monkeypa
         assert lines_of(tmp_path / "one.gz")[0]["version"] == 7
 
 
+@pytest.mark.parametrize("max_steps", [8192, 3])
+def test_lives_with_windows_are_replayed(max_steps: int, tmp_path: Path) -> None:
+    """The same for a model with windows: who has which window block, and which goes first, is part of the state."""
+    for seed in range(6):
+        life = simulator.Simulation(seed, seed % 2 == 1, has_formation=seed % 3 == 0, has_windows=True)
+        recorder = FlightRecorder(life.scheduler, life.clock, max_steps=max_steps)
+        life.run()
+        hasher = life.scheduler.kv_cache.device.hasher
+        write_recording(tmp_path / "one.gz", {}, recorder.segments, hasher, keeps_tokens=False)
+        found = replayed(tmp_path / "one.gz")
+        assert found.difference is None, (seed, found.difference)
+        assert lines_of(tmp_path / "one.gz")[0]["version"] == 9
+
+
 def test_an_engine_whose_model_keeps_states_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for engines whose callers park sessions, fork and come back."""
     monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)

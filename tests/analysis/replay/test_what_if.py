@@ -18,7 +18,7 @@ from pagedcore.analysis.replay.what_if import WhatIf, changed_order, compare
 from pagedcore.errors import PromiseRefused, RecordingError
 from pagedcore.scheduler import chunk_ends
 from scheduler_lives.simulator import Simulation
-from support.doubles import FakeClock, ToyBackend, ToyHybrid
+from support.doubles import FakeClock, ToyBackend, ToyHybrid, ToyWindowed
 from support.engine_builders import run
 from support.recordings import dumped, recorded_life, ring_of, run_all, toy_engine
 from support.torture import first_seed, scaled
@@ -328,3 +328,16 @@ def test_any_recorded_life_with_states_ends_under_any_settings(
             found = WhatIf(recording, changes).run()
             assert len(found.finished) + found.num_refused == num_lives, (seed, changes)
     assert num_with_host
+
+
+def test_other_settings_of_a_model_with_windows(tmp_path: Path) -> None:
+    """Pools of other sizes are run with the same window blocks; a host tier is refused."""
+    with toy_engine(backend=ToyWindowed(), num_kv_blocks=40) as engine:
+        for _ in range(2):
+            run_all(engine, [[1, 2, 3, 4, 5, 6, 7, 8, 9, number] for number in range(10)])
+        assert engine.stats().num_windows > 0
+        recording = dumped(engine, tmp_path)
+    for changes in ({"num_blocks": 16}, {"num_blocks": 80}, {"max_num_seqs": 2}):
+        assert len(WhatIf(recording, changes).run().finished) == 20
+    with pytest.raises(RecordingError, match="window blocks"):
+        WhatIf(recording, {"num_host_blocks": 10})
