@@ -19,13 +19,10 @@ class WaitLog:
     """
 
     reason: str = ""
+    is_idle: bool = False
+    """Whether the last step that ``stands_still`` was told of computed nothing; not for changing."""
     _idle_since_s: float | None = None
     _changes: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=_MAX_CHANGES))
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the last step that ``stands_still`` was told of computed nothing."""
-        return self._idle_since_s is not None
 
     def note(self, now_s: float, reason: str) -> None:
         """Note what stops the queue from now on; empty: nothing does."""
@@ -49,6 +46,7 @@ class WaitLog:
         """Note whether the last step computed nothing although it should; say whether that has been so for long, once
         in each ``STALL_S``.
         """
+        self.is_idle = is_idle
         if not is_idle:
             self._idle_since_s = None
         elif self._idle_since_s is None:

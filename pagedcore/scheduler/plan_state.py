@@ -54,7 +54,7 @@ class PlanState:
         self.arriving = self.host.num_leaving_blocks if has_host else 0
         """Blocks that will be available after this step and are not promised yet."""
         self.room_on_host = self.host.num_available_blocks if has_host else 0
-        self.state_room_on_host = self.host.states.num_available
+        self.state_room_on_host = self.host.states.num_available if has_host else 0
         self.budget, self._num_scorable = rules.max_num_batched_tokens, rules.max_scored_tokens
         self.rows: dict[int, ScheduledRow] = {}
         self.admitted: list[Sequence] = []

@@ -240,7 +240,7 @@ def test_a_store_that_moves_nothing_at_the_start_is_refused() -> None:
     backend.cache_store.poll_transfers = idle  # type: ignore[method-assign]
     mover = KVTransfers(backend.cache_store, Lab().engine.scheduler.moves, clock)
     with pytest.raises(InvalidConfig, match=r"host_kv_memory: .* in 10 s"):
-        mover.calibrate(CostModel(), 8)
+        mover.calibrate(CostModel(), 8, 0)
 
 
 @pytest.mark.parametrize("lie", ["raises", "raises once", "unknown ids", "ends twice"])

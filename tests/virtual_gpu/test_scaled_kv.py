@@ -35,6 +35,7 @@ def demo_engine(kv_cache_dtype: str, **settings: Any) -> Engine:
         max_num_batched_tokens=24, session_key=b"the same on both", **settings)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("kv_cache_dtype", BOTH)
 def test_a_conversation_goes_from_a_cpu_to_a_gpu_and_back(
     kv_cache_dtype: str, tmp_path: Path, gpus: Machine

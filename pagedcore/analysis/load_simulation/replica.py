@@ -152,7 +152,9 @@ class Replica:
         self.number, self.now_s, self.timeline = number, 0.0, Timeline()
         self.scheduler = components.scheduler
         is_static = not self.scheduler.queues.is_dynamic
-        self.jumps = config.phases == "mixed" and config.eviction_policy != "fifo" and is_static
+        # Why not with states: single decode steps leave some on their way, and steps together would leave none.
+        self.jumps = (config.phases == "mixed" and config.eviction_policy != "fifo" and is_static
+                      and not model.num_states)
         """Whether equal steps are committed together."""
         self.busy_s = self.position_seconds = 0.0
         """Seconds of steps, and their sum over all positions whose keys and values a step has read."""

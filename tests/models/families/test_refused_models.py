@@ -282,7 +282,7 @@ def test_a_step_converts_to_the_format_of_the_pool() -> None:
 
     class Batch:
         positions = slot_mapping = torch.zeros(3, dtype=torch.int64).numpy()
-        adapter_slots = None
+        adapter_slots = window_slots = None
 
     step = PagedStep(Recorder(), {0: layer}, Batch(), torch.bfloat16)
     heads = torch.zeros(1, 2, 3, 8)
