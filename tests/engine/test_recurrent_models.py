@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,10 +19,13 @@ from pagedcore.convert.packing import pack
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidConfig, ModelNotSupported, StepFailed
 from pagedcore.models.state_pool import StatePool
+from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.plugins.manager import create_plugin_manager
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler import chunk_ends
+from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.cpu.matmul.packed_int8 import form_of_int8_product
+from support.engine_builders import make_engine
 from support.families import HYBRIDS, VOCAB, tiny_model
 from support.lora_directories import linear_sizes, merged, random_matrices, write_adapter
 from support.torture import first_seed, scaled
@@ -64,6 +68,30 @@ def test_greedy_tokens_are_those_of_generate(family: str) -> None:
         ) as engine:
             outputs = engine.generate(prompts, SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True))
         assert [list(output.outputs[0].token_ids) for output in outputs] == expected, chunk
+
+
+def test_a_decode_step_of_a_pure_recurrence_reads_as_much_behind_32_000_tokens_as_behind_1_000() -> None:
+    """One state is read and one is written, KV has no bytes, and a batch grows by the names of its blocks alone."""
+    sizes = []
+    for length in (1_000, 32_000):
+        backend: Any = TransformersModel(tiny_model("mamba", max_position_embeddings=33_000), NumbaCpuAttention,
+                                            block_size=64, runs_self_test=False)
+        batches: list[Any] = []
+        compute = backend.forward
+        backend.forward = lambda batch, *more, compute=compute, batches=batches: (
+            batches.append(batch), compute(batch, *more))[1]
+        with make_engine(backend, block_size=64, num_kv_blocks=520, max_num_seqs=1, max_num_batched_tokens=4_096,
+                         speculation="off", max_model_len=33_000) as engine:
+            assert engine.stats().kv_bytes == 0
+            engine.generate([random_prompts((length,))[0]], SamplingParams(max_tokens=4, ignore_eos=True))
+        last = batches[-1]
+        assert last.positions[0] == length + 2
+        assert (len(last.state_reads), len(last.state_writes)) == (1, 1)
+        assert last.block_tables.shape == (1, -(-(length + 3) // 64))
+        arrays = {field.name: getattr(last, field.name) for field in fields(last)}
+        sizes.append({name: array.nbytes for name, array in arrays.items()
+                      if isinstance(array, np.ndarray) and name != "block_tables"})
+    assert sizes[0] == sizes[1]
 
 
 SHARED = random_prompts((37,), 8)[0]
