@@ -46,11 +46,9 @@ def dumped(engine: Engine, folder: Path) -> Recording:
     return read_recording(folder / "recording.gz")
 
 
-def recorded_life(
-    seed: int, folder: Path, *, max_steps: int, has_faults: bool, has_formation: bool, keeps_states: bool = False
-) -> Path:
+def recorded_life(seed: int, folder: Path, *, max_steps: int, **kinds: bool) -> Path:
     """Record a simulated life of a scheduler; return the file."""
-    simulation = Simulation(seed, has_faults, has_formation, keeps_states=keeps_states)
+    simulation = Simulation(seed, **kinds)
     recorder = FlightRecorder(simulation.scheduler, simulation.clock, max_steps=max_steps)
     simulation.run()
     hasher = simulation.scheduler.kv_cache.device.hasher

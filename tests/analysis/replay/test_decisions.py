@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pagedcore.analysis.recorder.recording import read_recording, write_recording
+from pagedcore.analysis.recorder.recording import read_recording
 from pagedcore.analysis.recorder.ring import FlightRecorder
 from pagedcore.analysis.replay.decisions import Replayed, replay_decisions
 from pagedcore.errors import InternalError
@@ -45,32 +45,19 @@ def test_random_lives_are_replayed(max_steps: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("max_steps", [8192, 3])
-def test_lives_with_states_are_replayed(max_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for a model that keeps states: what is kept, and in which order it is evicted, is part of the state."""
+@pytest.mark.parametrize(("kind", "version"), [("keeps_states", 7), ("has_windows", 9)])
+def test_lives_with_further_memory_are_replayed(
+    kind: str, version: int, max_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for a model that keeps states, or has windows: who has which block, what is kept, and in which order it
+    is evicted, is part of the state."""
     monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 2)
     for seed in range(8):
-        life = simulator.Simulation(seed, seed % 2 == 1, has_formation=seed % 3 == 0, keeps_states=True)
-        recorder = FlightRecorder(life.scheduler, life.clock, max_steps=max_steps)
-        life.run()
-        hasher = life.scheduler.kv_cache.device.hasher
-        write_recording(tmp_path / "one.gz", {}, recorder.segments, hasher, keeps_tokens=False)
-        found = replayed(tmp_path / "one.gz")
+        path = recorded_life(seed, tmp_path, max_steps=max_steps, has_faults=seed % 2 == 1, has_formation=seed % 3 == 0,
+                             **{kind: True})
+        found = replayed(path)
         assert found.difference is None, (seed, found.difference)
-        assert lines_of(tmp_path / "one.gz")[0]["version"] == 7
-
-
-@pytest.mark.parametrize("max_steps", [8192, 3])
-def test_lives_with_windows_are_replayed(max_steps: int, tmp_path: Path) -> None:
-    """The same for a model with windows: who has which window block, and which goes first, is part of the state."""
-    for seed in range(6):
-        life = simulator.Simulation(seed, seed % 2 == 1, has_formation=seed % 3 == 0, has_windows=True)
-        recorder = FlightRecorder(life.scheduler, life.clock, max_steps=max_steps)
-        life.run()
-        hasher = life.scheduler.kv_cache.device.hasher
-        write_recording(tmp_path / "one.gz", {}, recorder.segments, hasher, keeps_tokens=False)
-        found = replayed(tmp_path / "one.gz")
-        assert found.difference is None, (seed, found.difference)
-        assert lines_of(tmp_path / "one.gz")[0]["version"] == 9
+        assert lines_of(path)[0]["version"] == version
 
 
 def test_an_engine_whose_model_keeps_states_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,12 +85,8 @@ def test_decisions_of_every_policy_are_replayed(
     """The same under policies with options, whose views, service and costs of steps begin anew from any segment."""
     monkeypatch.setattr(simulator, "draw_policy", lambda _: make_policy(make, options))
     for seed, max_steps in ((2, 8192), (3, 4), (5, 4), (8, 2)):
-        life = simulator.Simulation(seed, seed % 2 == 1, has_policies=True)
-        recorder = FlightRecorder(life.scheduler, life.clock, max_steps=max_steps)
-        life.run()
-        hasher = life.scheduler.kv_cache.device.hasher
-        write_recording(tmp_path / "one.gz", {}, recorder.segments, hasher, keeps_tokens=False)
-        found = replayed(tmp_path / "one.gz")
+        found = replayed(recorded_life(
+            seed, tmp_path, max_steps=max_steps, has_faults=seed % 2 == 1, has_policies=True))
         assert found.difference is None, (seed, found.difference)
         assert found.num_steps
 
