@@ -193,7 +193,7 @@ def advance(recurrence: Recurrence) -> torch.Tensor:
     backend.plan(StateRows([5, 1, 9], [-1, -1, -1], [0, 1, 2]))
     out = tensor_before_the_edge(apart)
     # Why layer 2: its part is the last one of a state.
-    recurrence.call_to(out, backend, 2, 0, {name: tensor_before_the_edge(x) for name, x in given.items()})
+    recurrence.call(backend, 2, 0, {name: tensor_before_the_edge(x) for name, x in given.items()}, out)
     assert torch.equal(out, apart)
     assert torch.equal(recurrence.layout.view(case.pool, 2, 0), states)
     return out

@@ -64,16 +64,13 @@ class Recurrence(ABC):
     def operator(self) -> tuple[str, dict[str, Any]]:
         """Name of a backend's method, and its options."""
 
-    def call(self, backend: Any, layer: int, part: int, given: Tensors) -> torch.Tensor:
-        """Compute a planned step."""
+    def call(
+        self, backend: Any, layer: int, part: int, given: Tensors, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Compute a planned step, into ``out`` if it is given."""
         name, options = self.operator
-        out: torch.Tensor = getattr(backend, name)(layer, part, **given, **options)
-        return out
-
-    def call_to(self, out: torch.Tensor, backend: Any, layer: int, part: int, given: Tensors) -> None:
-        """Compute a planned step into ``out``."""
-        name, options = self.operator
-        getattr(backend, f"{name}_to")(out, layer, part, **given, **options)
+        result: torch.Tensor = getattr(backend, name)(layer, part, **given, **options, out=out)
+        return result
 
     @abstractmethod
     def oracle(self, given: dict[str, Float64Array]) -> tuple[Float64Array, Float64Array]:

@@ -234,7 +234,7 @@ def test_recorded_calls_go_on_with_the_present_plan(recurrence: Recurrence) -> N
     outs = torch.cat(expected).zero_()
     case.backend.plan(StateRows([1], [-1], [1]))
     with RecordedCalls() as recording:
-        recurrence.call_to(outs[:1], case.backend, LAYER, PART, {k: x[:1] for k, x in room.items()} | case.weights)
+        recurrence.call(case.backend, LAYER, PART, {k: x[:1] for k, x in room.items()} | case.weights, outs[:1])
     case.pool[4:7] = 0
     case.backend.plan(StateRows([1, 1, 1], [-1, -1, -1], [4, 5, 6]))
     recording.run(StepShape(3))
@@ -303,7 +303,7 @@ def test_states_written_past_the_caches_have_the_same_bits(
     out = torch.zeros_like(expected[0])
     streamed.backend.plan(StateRows([5], [-1], [0]))
     with RecordedCalls() as recording:
-        recurrence.call_to(out, streamed.backend, LAYER, PART, given | streamed.weights)
+        recurrence.call(streamed.backend, LAYER, PART, given | streamed.weights, out)
     for x, new in zip(given.values(), streamed.sequences[0].values(), strict=True):
         x[:1] = new[5:6]
     streamed.backend.plan(StateRows([1], [0], [5]))
@@ -349,7 +349,7 @@ def test_outputs_and_sizes_that_do_not_fit_are_refused() -> None:
     out = torch.empty(3, 4, 32)
     for wrong in (out[:2], out.bfloat16(), out.transpose(1, 2).contiguous().transpose(1, 2)):
         with pytest.raises(InternalError, match="output"):
-            case.recurrence.call_to(wrong, case.backend, LAYER, PART, case.sequences[0])
+            case.recurrence.call(case.backend, LAYER, PART, case.sequences[0], wrong)
     large = Case(DecayingAttention(F32, 1, outer_products.MOST_ROWS + 1, 8), (1,))
     with pytest.raises(InvalidConfig, match="key"):
         large.whole()

@@ -123,7 +123,7 @@ class FusedConvolution(Mixer):
         """Convolve; see ``Mixer``. Returns [T, C]."""
         states: Any = step.states
         given, out = rows.multiply("gates", self.gates, normed), rows.mixed(self.output.in_features)
-        states.convolve_to(out, self._number, 0, given, *self._filter, "gates")
+        states.convolve(self._number, 0, given, *self._filter, "gates", out=out)
         return out
 
 
@@ -160,15 +160,15 @@ class FusedDeltaRule(Mixer):
             *mixed, gate, b, a = (one[0].flatten(1) for one in self._in_order(product[None], rates[None]))
             given = torch.cat(mixed, dim=1)
         convolved: Any = rows.room("convolved", self._sizes[0])
-        states.convolve_to(convolved, self._number, 0, given, *self._filter, "silu")
+        states.convolve(self._number, 0, given, *self._filter, "silu", out=convolved)
         log_decay, beta = (rows.room(name, num_heads, torch.float32) for name in ("log decay", "beta"))
         self._gates(a, b, log_decay, beta)
         query, key, value = convolved.split(self._mixed_sizes, dim=1)
         query, key = (one.unflatten(1, (self._num_key_heads, -1)) for one in (query, key))
         out = rows.mixed(self.output.in_features)
         heads, value, gate = (one.unflatten(1, (num_heads, -1)) for one in (out, value, gate))
-        states.delta_rule_to(
-            heads, self._number, 1, query, key, value, log_decay, beta, scale=self._scale, normalizes=True
+        states.delta_rule(
+            self._number, 1, query, key, value, log_decay, beta, scale=self._scale, normalizes=True, out=heads
         )
         self._norm(heads, gate, heads)
         return out

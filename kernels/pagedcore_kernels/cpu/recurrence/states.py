@@ -41,8 +41,8 @@ _MOST_ROWS = 256
 
 
 class RecurrentStates:
-    """``StateBackend`` for float32 and bfloat16 models. Methods that end in ``_to`` write to a given tensor [T, ...],
-    contiguous, by kernels alone: their calls may be recorded, and repeated they compute the step that is planned then.
+    """``StateBackend`` for float32 and bfloat16 models. Methods write to ``out``, contiguous, if it is given, by
+    kernels alone: such calls may be recorded, and repeated they compute the step that is planned then.
 
     A token's result is the same bits whatever else is in the batch, however its prompt was cut into chunks, wherever
     its states lie and however many threads there are; see ``outer_products.py``.
@@ -89,27 +89,13 @@ class RecurrentStates:
         self._streams = int(longest == 1 and written >= outer_products.STREAMED_BYTES)
 
     def convolve(
-        self, layer: int, part: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str
-    ) -> torch.Tensor:
-        """Convolve rows with their predecessors; see ``StateBackend``."""
-        out = _new(rows[:, : weight.shape[-1]])
-        self.convolve_to(out, layer, part, rows, weight, bias, activation)
-        return out
-
-    def convolve_to(
-        self,
-        out: torch.Tensor,
-        layer: int,
-        part: int,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        activation: str,
-    ) -> None:
-        """Do the same into ``out`` [T, C]."""
+        self, layer: int, part: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, activation: str, *,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Convolve rows with their predecessors; see ``StateBackend``. ``out`` is [T, C]."""
         plan, channels = self._current_plan(), weight.shape[-1]
         check_convolution(self._layout.layers[layer][part], plan, rows, weight, bias, activation)
-        self._clear_padding(out, rows[:, :channels])
+        out = self._output(rows[:, :channels], out)
         lanes, item = gcd(channels, LANES), rows.itemsize
         self._convolution_parameters.fill(
             rows.data_ptr(), rows.stride(0) * item, out.data_ptr(), weight.data_ptr(), bias.data_ptr(),
@@ -122,165 +108,65 @@ class RecurrentStates:
         )
         if plan.num_computed:
             kernel.run(self._convolution_parameters, plan.num_computed, (self._sizes_of_convolution,))
-
-    def delta_rule(
-        self,
-        layer: int,
-        part: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        log_decay: torch.Tensor,
-        beta: torch.Tensor,
-        *,
-        scale: float,
-        normalizes: bool,
-    ) -> torch.Tensor:
-        """Advance by the gated delta rule; see ``StateBackend``."""
-        out = _new(value)
-        self.delta_rule_to(
-            out, layer, part, query, key, value, log_decay, beta, scale=scale, normalizes=normalizes
-        )  # fmt: skip
         return out
 
-    def delta_rule_to(
-        self,
-        out: torch.Tensor,
-        layer: int,
-        part: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        log_decay: torch.Tensor,
-        beta: torch.Tensor,
-        *,
-        scale: float,
-        normalizes: bool,
-    ) -> None:
-        """Do the same into ``out`` [T, H, Dv]."""
+    def delta_rule(
+        self, layer: int, part: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+        log_decay: torch.Tensor, beta: torch.Tensor, *, scale: float, normalizes: bool,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Advance by the gated delta rule; see ``StateBackend``. ``out`` is [T, H, Dv]."""
         check_delta_rule(
             self._layout.layers[layer][part], self._current_plan(), query, key, value, log_decay, beta
         )  # fmt: skip
         form = columns.DELTA if log_decay.dim() == 2 else columns.DELTA_PER_KEY
-        self._advance(
-            out, form, layer, part, (query, key, value), (log_decay, self._signs[0], beta), scale=scale,
-            normalizes=normalizes,
-        )  # fmt: skip
+        out, rates = self._output(value, out), (log_decay, self._signs[0], beta)
+        self._advance(out, form, layer, part, (query, key, value), rates, scale=scale, normalizes=normalizes)
+        return out
 
     def mamba2(
-        self,
-        layer: int,
-        part: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        d: torch.Tensor,
-    ) -> torch.Tensor:
-        """Advance as Mamba 2 does; see ``StateBackend``."""
-        out = _new(x)
-        self.mamba2_to(out, layer, part, x, dt, a, b, c, d)
-        return out
-
-    def mamba2_to(
-        self,
-        out: torch.Tensor,
-        layer: int,
-        part: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        d: torch.Tensor,
-    ) -> None:
-        """Do the same into ``out`` [T, H, P]."""
+        self, layer: int, part: int, x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
+        c: torch.Tensor, d: torch.Tensor, *, out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Advance as Mamba 2 does; see ``StateBackend``. ``out`` is [T, H, P]."""
         check_mamba2(self._layout.layers[layer][part], self._current_plan(), x, dt, a, b, c, d)
+        out = self._output(x, out)
         self._advance(out, columns.MAMBA2, layer, part, (c, b, x), (dt, a, dt), d)
+        return out
 
     def mamba1(
-        self,
-        layer: int,
-        part: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        d: torch.Tensor,
-    ) -> torch.Tensor:
-        """Advance as Mamba 1 does; see ``StateBackend``."""
-        out = _new(x)
-        self.mamba1_to(out, layer, part, x, dt, a, b, c, d)
-        return out
-
-    def mamba1_to(
-        self,
-        out: torch.Tensor,
-        layer: int,
-        part: int,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        c: torch.Tensor,
-        d: torch.Tensor,
-    ) -> None:
-        """Do the same into ``out`` [T, C]."""
+        self, layer: int, part: int, x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor,
+        c: torch.Tensor, d: torch.Tensor, *, out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Advance as Mamba 1 does; see ``StateBackend``. ``out`` is [T, C]."""
         check_mamba1(self._layout.layers[layer][part], self._current_plan(), x, dt, a, b, c, d)
+        out = self._output(x, out)
         # Shape: one head that has all channels as its columns.
         rows = c[:, None], b[:, None], x[:, None]
         self._advance(out[:, None], columns.MAMBA1, layer, part, rows, (dt, a, dt), d)
+        return out
 
     def decaying_attention(
-        self,
-        layer: int,
-        part: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        *,
-        scale: float = 1.0,
-    ) -> torch.Tensor:
-        """Advance by attention whose past decays; see ``StateBackend``."""
-        out = _new(value)
-        self.decaying_attention_to(out, layer, part, query, key, value, decay, scale=scale)
-        return out
-
-    def decaying_attention_to(
-        self,
-        out: torch.Tensor,
-        layer: int,
-        part: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        decay: torch.Tensor,
-        *,
-        scale: float = 1.0,
-    ) -> None:
-        """Do the same into ``out`` [T, H, Dv]."""
+        self, layer: int, part: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor,
+        *, scale: float = 1.0, out: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Advance by attention whose past decays; see ``StateBackend``. ``out`` is [T, H, Dv]."""
         check_decaying_attention(self._layout.layers[layer][part], self._current_plan(), query, key, value, decay)
-        rates = decay, self._signs[1], decay
+        out, rates = self._output(value, out), (decay, self._signs[1], decay)
         self._advance(out, columns.ATTENTION, layer, part, (query, key, value), rates, scale=scale)
-
-    def linear_recurrence(self, layer: int, part: int, x: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
-        """Advance numbers of channels that decay; see ``StateBackend``."""
-        out = _new(x)
-        self.linear_recurrence_to(out, layer, part, x, decay)
         return out
 
-    def linear_recurrence_to(
-        self, out: torch.Tensor, layer: int, part: int, x: torch.Tensor, decay: torch.Tensor
-    ) -> None:
-        """Do the same into ``out`` [T, C]."""
+    def linear_recurrence(
+        self, layer: int, part: int, x: torch.Tensor, decay: torch.Tensor, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Advance numbers of channels that decay; see ``StateBackend``. ``out`` is [T, C]."""
         check_linear_recurrence(self._layout.layers[layer][part], self._current_plan(), x, decay)
+        out = self._output(x, out)
         # Shape: one head whose columns are the channels, and whose only row is taken as it is. All tokens have the same
         # key, also those of a recorded call that goes on to more of them.
         ones = self._ones[x.dtype].as_strided((len(x), 1, 1), (0, 0, 1))
         self._advance(out[:, None], columns.CHANNELS, layer, part, (ones, ones, x[:, None]), (decay, decay, decay))
+        return out
 
     def _advance(
         self,
@@ -297,7 +183,6 @@ class RecurrentStates:
     ) -> None:
         """Run the kernel: ``rows`` are queries, keys and values, ``rates`` are rates, exponents and factors."""
         query, key, value = rows
-        self._clear_padding(out, value)
         of_tokens, exponents, factors = rates
         heads, width, size = value.shape[1], value.shape[2], query.shape[2]
         if size > outer_products.MOST_ROWS:
@@ -331,11 +216,15 @@ class RecurrentStates:
         streams = is_aligned and is_large and has_fused_vectors()
         return tuple(outer_products.outer_product_kernel(*variant, may) for may in (0, int(streams)))
 
-    def _clear_padding(self, out: torch.Tensor, like: torch.Tensor) -> None:
-        plan = self._current_plan()
+    def _output(self, like: torch.Tensor, given: torch.Tensor | None) -> torch.Tensor:
+        """Return the given output, or a new one, with zeros for padding."""
+        plan, out = self._current_plan(), given
+        if out is None:
+            out = torch.empty_like(like, memory_format=torch.contiguous_format)
         check_output(out, like)
         if plan.num_computed < plan.num_tokens:
             out[plan.num_computed :] = 0
+        return out
 
     def _words_of_tokens(self) -> Words:
         num_tokens = self._current_plan().num_computed
@@ -362,11 +251,6 @@ class RecurrentStates:
         return self._plan
 
 
-def _new(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(like, memory_format=torch.contiguous_format)
-
-
 def _places(rows: torch.Tensor) -> Words:
     """Where rows [T, heads, size] lie: their address, bytes from token to token and from head to head."""
     return rows.data_ptr(), rows.stride(0) * rows.itemsize, rows.stride(1) * rows.itemsize
-
