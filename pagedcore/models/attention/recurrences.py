@@ -180,7 +180,6 @@ class _Layer:
         attended = module.norm(out.flatten(1)[None])
         return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * attended), None
 
-
     def griffin(
         self, module: Any, input_states: torch.Tensor, position_ids: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, None]:
@@ -189,7 +188,7 @@ class _Layer:
         convolved = self.convolve(
             module.linear_x(input_states).transpose(1, 2), module.conv_1d.weight.squeeze(1), module.conv_1d.bias
         )  # fmt: skip
-        unit = _WithScan(module.rg_lru, self._scan)
+        unit = _Seen(module.rg_lru, recurrent_states=None, _rnn_scan=self._scan)
         mixed = type(module.rg_lru).forward(unit, convolved.transpose(1, 2), position_ids)
         return module.linear_out(mixed * opened), None
 
@@ -199,13 +198,12 @@ class _Layer:
         return self._states.linear_recurrence(self._number, _RECURRENCE, hidden_states[0], decay)[None], None
 
 
-class _WithScan:
-    """RecurrentGemma's gated unit as its own ``forward`` sees it, which keeps no state."""
+class _Seen:
+    """A module as its own ``forward`` sees it, with other attributes in the place of some."""
 
-    recurrent_states = None
-
-    def __init__(self, module: Any, scan: Callable[..., Any]) -> None:
-        self._module, self._rnn_scan = module, scan
+    def __init__(self, module: Any, **others: Any) -> None:
+        self._module = module
+        vars(self).update(others)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -215,17 +213,6 @@ def filter_of(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Te
     """Return a convolution's weight [C, taps] and its bias as ``StateBackend.convolve`` takes them."""
     weight = weight.detach().T.float().contiguous()
     return weight, weight.new_zeros(weight.shape[1]) if bias is None else bias.detach().float()
-
-
-class _WithTimeProjection:
-    """A Mamba 1 layer as its own ``forward`` sees it: what multiplies by a linear layer's weight calls the layer."""
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-        self.dt_proj = _Columns(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 class _Columns:
@@ -345,4 +332,6 @@ def _forward_of(module: Any, functions: _Functions) -> Callable[..., Any]:
     # Why a copy: other models of the class, an engine's or not, go on calling transformers' functions.
     copied = FunctionType(own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__)
     copied.__kwdefaults__ = own.__kwdefaults__
-    return partial(copied, _WithTimeProjection(module) if _REPLACED[type(module).__name__] is _MAMBA_1 else module)
+    # Why: what multiplies by a linear layer's weight there calls the layer instead.
+    is_mamba_1 = _REPLACED[type(module).__name__] is _MAMBA_1
+    return partial(copied, _Seen(module, dt_proj=_Columns(module)) if is_mamba_1 else module)
