@@ -17,12 +17,18 @@ class Known(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class MemorySnapshot:
-    """One pool and its prefix cache at one moment."""
+class PoolSnapshot:
+    """The blocks of one kind at one moment."""
 
     free_blocks: tuple[int, ...]
     idle_blocks: frozenset[int]
     reference_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySnapshot(PoolSnapshot):
+    """One pool and its prefix cache at one moment."""
+
     holders: Mapping[int, int]
     """How often each block is in a table, a transfer, a pin or the sources of a copy."""
     registered: Mapping[bytes, Known]
@@ -37,12 +43,9 @@ class KnownState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class StateSnapshot:
+class StateSnapshot(PoolSnapshot):
     """The state blocks of one memory at one moment."""
 
-    free_blocks: tuple[int, ...]
-    idle_blocks: frozenset[int]
-    reference_counts: tuple[int, ...]
     current: Mapping[int, int]
     """The state of each sequence, by its id; on the host, of those that it is pinned for."""
     written: Mapping[int, int]
@@ -54,12 +57,9 @@ class StateSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowSnapshot:
+class WindowSnapshot(PoolSnapshot):
     """The window blocks of the device at one moment."""
 
-    free_blocks: tuple[int, ...]
-    idle_blocks: frozenset[int]
-    reference_counts: tuple[int, ...]
     holders: Mapping[int, int]
     """How often each is held by a sequence, or by a copy that reads it."""
     kept: Mapping[int, int]

@@ -57,15 +57,10 @@ class WindowBlocks:
         """Window blocks without a reference whose contents can be found."""
         return len(self._passed) + len(self._ended)
 
-    def num_taken(self, block_ids: Iterable[int]) -> int:
-        """Count the window blocks of these blocks that have no reference, which are not available once they are held.
-        """
-        counts = self._pool.reference_counts
-        return sum(counts[one] == 0 for one in {int(self.of_block[block_id]) for block_id in block_ids})
-
     def has_room_for(self, num_new: int, held: Iterable[int]) -> bool:
         """Whether so many blocks can get window blocks, while those of others are held."""
-        return num_new + self.num_taken(held) <= self._pool.num_available
+        counts, windows = self._pool.reference_counts, {int(self.of_block[block_id]) for block_id in held}
+        return num_new + sum(counts[window] == 0 for window in windows) <= self._pool.num_available
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Add a reference to the window block of each block, which has one."""
@@ -139,8 +134,7 @@ class WindowBlocks:
         pairs = [[window, self._owner[window], block_id] for block_id, window in enumerate(self.of_block.tolist())
                  if window >= 0]
         return {**self._pool.snapshot(), "of": pairs, "passed": list(self._passed), "ended": list(self._ended),
-                "found": sorted(self._found),
-                "num_evictions": self.num_evictions}
+                "found": sorted(self._found), "num_evictions": self.num_evictions}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Let empty ones be as they were copied. Raises ``ValueError`` if the numbers do not add up."""
