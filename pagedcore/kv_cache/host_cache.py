@@ -300,7 +300,7 @@ class HostCache(BlockMemory):
         host_blocks = tuple(registered.get(block_id, block_id) for block_id in transfer.host_blocks)
         for move in transfer.state_moves:
             if self.cache.find(move.content) is not None:
-                self.states.keep(self.states.named(move.content, move.destination, move.num_saved))
+                self.states.keep(move.content, move.destination, move.num_saved)
         if is_needed and transfer.is_pinned:
             self.pins[transfer.sequence_id] = host_blocks
             if transfer.host_states:

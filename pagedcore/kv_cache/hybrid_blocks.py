@@ -158,10 +158,6 @@ class HybridBlocks(BlockManager):
         is_wanted = self.states.find(content.key) is None and self.cache.find(content) is not None
         return self.states.allocate(1)[0] if is_wanted and self.states.has_room_for(1) else None
 
-    def keep_state_of(self, content: Content, state_id: int, num_saved: int) -> None:
-        """Let a state that the caller holds be found behind a registered KV block."""
-        self.states.keep(self.states.named(content, state_id, num_saved))
-
     def _keep_states(self, demands: ListOf[Demand]) -> None:
         for one in demands:
             number = one.sequence_id
@@ -187,7 +183,7 @@ class HybridBlocks(BlockManager):
         self.hasher.extend(sequence.block_keys, sequence.block_root, sequence.token_ids, last)
         (content,) = contents(self.hasher, sequence, num_tokens, last)
         if self.cache.find(content) is not None:
-            self.keep_state_of(content, state_id, num_saved(self.hasher, sequence, num_tokens, self.states))
+            self.states.keep(content, state_id, num_saved(self.hasher, sequence, num_tokens, self.states))
 
     def _truncate(self, sequence_id: int, num_blocks: int, *, is_minor: bool = False) -> int:
         if num_blocks == 0:

@@ -291,7 +291,7 @@ class KVCacheManager:
             return
         for move in transfer.state_moves if is_ok else ():
             if device.cache.find(move.content) is not None:
-                device.keep_state_of(move.content, move.destination, move.num_saved)
+                device.states.keep(move.content, move.destination, move.num_saved)
             if is_needed:
                 device.states.give(transfer.sequence_id, move.destination)
         self._free_states(transfer.device_states)

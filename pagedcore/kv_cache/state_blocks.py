@@ -133,18 +133,19 @@ class StateBlocks:
         self.free(self.written.pop(number, None))
         self.free(self.current.pop(number, None))
 
-    def named(self, content: Content, state_id: int, num_saved: int) -> KeptState:
-        """Describe the state behind a KV block, to be kept."""
-        tail = content.token_ids if len(content.token_ids) < self.block_size else ()
-        return KeptState(state_id, content.key, content.parent_key, tail, num_saved)
+    def keep(self, content: Content, state_id: int, num_saved: int) -> bool:
+        """Let a state that something holds be found behind a KV block; return whether it is.
 
-    def keep(self, kept: KeptState) -> None:
-        """Let a state that something holds be found, unless one is there under its key, or it is under another."""
-        if kept.key in self._kept or kept.state_id in self._key_of:
-            return
-        self._kept[kept.key], self._key_of[kept.state_id] = kept, kept.key
-        if kept.tail:
+        It is not if one is there under that block's key, or this one is under another.
+        """
+        if content.key in self._kept or state_id in self._key_of:
+            return False
+        tail = content.token_ids if len(content.token_ids) < self.block_size else ()
+        kept = KeptState(state_id, content.key, content.parent_key, tail, num_saved)
+        self._kept[kept.key], self._key_of[state_id] = kept, kept.key
+        if tail:
             self._tails.setdefault(kept.parent_key, []).append(kept)
+        return True
 
     def forget(self, key: bytes) -> None:
         """Let no state be found under a key: its KV block has left."""
@@ -212,10 +213,9 @@ class StateBlocks:
         Raises ``ValueError`` if two are kept in one block or under one key, or the numbers do not add up.
         """
         known = {one.block_id: one.content for one in cache.registered}
-        for one in [self.named(known[block_id], state_id, saved) for block_id, state_id, saved in state["kept"]]:
-            if one.key in self._kept or one.state_id in self._key_of:
+        for block_id, state_id, saved in state["kept"]:
+            if not self.keep(known[block_id], state_id, saved):
                 raise ValueError("two states are kept in one place")
-            self.keep(one)
         self._pool.restore(state, self._key_of)
         self._num_uses, self._age = state["num_uses"], state["age"]
         self._idle = {state_id: (worth, number) for state_id, worth, number in state["idle"]}

@@ -250,7 +250,7 @@ class Parking:
             return
         try:
             self.state_store.write_states([state_id], kv.state[np.newaxis])
-            blocks.keep_state_of(content, state_id, kv.num_tokens)
+            blocks.states.keep(content, state_id, kv.num_tokens)
         finally:
             blocks.states.free(state_id)
 

@@ -10,7 +10,7 @@ def keep(states: StateBlocks, name: int, num_saved: int) -> None:
     """Keep a state of so many tokens that nothing holds."""
     (state_id,) = states.allocate(1)
     content = Content(bytes([name]), b"", (1, 2, 3, 4), is_first=True)
-    states.keep(states.named(content, state_id, num_saved))
+    states.keep(content, state_id, num_saved)
     states.free(state_id)
 
 

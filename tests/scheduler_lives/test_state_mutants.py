@@ -14,7 +14,7 @@ from pagedcore.kv_cache.host_cache import HostCache
 from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
 from pagedcore.kv_cache.kv_cache_manager import KVCacheManager
 from pagedcore.kv_cache.prefix_cache import Content
-from pagedcore.kv_cache.state_blocks import KeptState, StateBlocks
+from pagedcore.kv_cache.state_blocks import StateBlocks
 from scheduler_lives.engine_simulator import EngineSimulation
 from scheduler_lives.laws import SimulationFailure
 from scheduler_lives.simulator import hybrid_life
@@ -72,13 +72,14 @@ def leaked_at_the_end(patch: Patch) -> None:
 
 def kept_one_block_early(patch: Patch) -> None:
     """A state is found under the key of the block before."""
-    named = StateBlocks.named
+    keep = StateBlocks.keep
 
-    def early(self: StateBlocks, content: Content, state_id: int, num_saved: int) -> KeptState:
-        one = named(self, content, state_id, num_saved)
-        return one if content.is_first else one._replace(key=content.parent_key, tail=())
+    def early(self: StateBlocks, content: Content, state_id: int, num_saved: int) -> bool:
+        if not content.is_first:
+            content = content._replace(key=content.parent_key, token_ids=(0,) * self.block_size)
+        return keep(self, content, state_id, num_saved)
 
-    patch.setattr(StateBlocks, "named", early)
+    patch.setattr(StateBlocks, "keep", early)
 
 
 def begun_without_a_state(patch: Patch) -> None:
@@ -90,10 +91,10 @@ def evicted_while_held(patch: Patch) -> None:
     """A kept state counts as unused although a sequence has it."""
     keep = StateBlocks.keep
 
-    def idly(self: StateBlocks, kept: KeptState) -> None:
-        keep(self, kept)
-        self._idle[kept.state_id] = 0, 0
+    def idly(self: StateBlocks, content: Content, state_id: int, num_saved: int) -> bool:
+        self._idle[state_id] = 0, 0
         self._sort_idle()
+        return keep(self, content, state_id, num_saved)
 
     patch.setattr(StateBlocks, "keep", idly)
 
