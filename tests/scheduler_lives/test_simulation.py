@@ -115,13 +115,6 @@ def test_lives_with_states() -> None:
 
 
 @pytest.mark.slow
-def test_many_lives_with_states() -> None:
-    """The same with more seeds."""
-    for seed in range(10_000, 40_000):
-        hybrid_life(seed, has_faults=seed % 2 == 1).run()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("has_faults", [False, True])
 def test_many_lives_with_every_policy(has_faults: bool) -> None:
     """The same with more seeds, and with batch formation."""
