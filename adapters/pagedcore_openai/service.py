@@ -158,7 +158,7 @@ class Service:
             FieldMissing: no name, and several models.
             NotServing: its engine makes no progress.
         """
-        name, lora = fields.get("model", self.names.only(tenant)), fields.get("lora")
+        name, lora = fields["model"] if "model" in fields else self.names.only(tenant), fields.get("lora")
         if name is None:
             raise FieldMissing("model", "the name of a model that is served")
         if (served := self.names.find(name, tenant, lora)) is None:
