@@ -268,12 +268,11 @@ def norm_epsilon(norm: Any) -> float:
 def _rotary(
     attention: Any, place: AttentionLayer, family: Family, angles: RotaryAngles, dtype: torch.dtype
 ) -> RotaryEmbedding:
-    shape, turn = (place.num_heads, place.num_kv_heads, place.key_head_size, dtype), (angles.size, angles.is_rounded)
-    if not family.has_head_norms:
-        return RotaryEmbedding(*shape, rotary_size=turn[0], rounds=turn[1], has_gates=family.has_gates)
-    norms = [attention.get_submodule(family.name_of(name)) for name in ("q_norm", "k_norm")]
-    weights = norm_weight(norms[0], family), norm_weight(norms[1], family)
+    norms, epsilon = None, 0.0
+    if family.has_head_norms:
+        modules = [attention.get_submodule(family.name_of(name)) for name in ("q_norm", "k_norm")]
+        norms, epsilon = (norm_weight(modules[0], family), norm_weight(modules[1], family)), norm_epsilon(modules[0])
     return RotaryEmbedding(
-        *shape, norms=weights, epsilon=norm_epsilon(norms[0]), rotary_size=turn[0], rounds=turn[1],
-        has_gates=family.has_gates,
+        place.num_heads, place.num_kv_heads, place.key_head_size, dtype, norms=norms, epsilon=epsilon,
+        rotary_size=angles.size, rounds=angles.is_rounded, has_gates=family.has_gates,
     )

@@ -188,7 +188,7 @@ def _make_sample(details: Sequence[str]) -> Source:
 
 _MAKERS: Final[dict[str, Callable[[Sequence[str]], Source]]] = {
     "decode": _make_decode, "prefill": _make_prefill,
-    f"prefill{HALF_PREFILL}": partial(_make_prefill, rows=HALF_PREFILL), 
+    f"prefill{HALF_PREFILL}": partial(_make_prefill, rows=HALF_PREFILL),
     "rotate": _make_rotate, "norm": _make_norm, "gated": _make_gated, "sample": _make_sample,
 }
 _PARAMETERS: Final = {
