@@ -165,7 +165,8 @@ def test_callers_of_an_engine_that_launches_ahead(has_faults: bool) -> None:
     num_looked_up = num_preempted = 0
     for seed in range(first_seed(), first_seed() + scaled(12)):
         simulation = EngineSimulation(
-            700 + seed, has_faults, has_formation=seed % 3 == 0, is_ahead=True, keeps_states=seed % 4 == 3).run()
+            700 + seed, has_faults, has_formation=seed % 3 == 0, is_ahead=True, keeps_states=seed % 4 == 3,
+            has_windows=seed % 4 == 1).run()
         num_looked_up += simulation.backend.num_looked_up  # type: ignore[attr-defined]
         num_preempted += simulation.engine.stats().num_preemptions
     assert num_looked_up > 100
