@@ -40,17 +40,13 @@ class PrefixMatch:
         """Whether something of it is on the host."""
         return bool(self.host_blocks) or self.host_state >= 0
 
-    def unloaded(self, block_size: int) -> PrefixMatch:
-        """Return the part that the device holds."""
-        return self.shorter if self.host_state >= 0 and self.shorter is not None else self.without_tail(block_size)
-
     @property
     def held_blocks(self) -> tuple[int, ...]:
         """Device blocks that must keep their contents until the match is used."""
         return self.device_blocks if self.tail is None else (*self.device_blocks, self.tail[0])
 
     def without_tail(self, block_size: int) -> PrefixMatch:
-        """Return the part that needs no copy and no load."""
+        """Return the part that needs no load; where nothing is loaded, the part that needs no copy."""
         if self.shorter is not None:
             return self.shorter
         return PrefixMatch(self.device_blocks, num_tokens=len(self.device_blocks) * block_size, state=self.state)

@@ -142,7 +142,7 @@ class Admission:
         # Why: what is pinned for the candidate is loaded, the rest only if that takes less time than to compute it.
         is_kept = candidate.sequence_id in self._host.pins
         size, num_blocks = self._blocks.block_size, len(match.host_blocks)
-        unloaded = match.unloaded(size)
+        unloaded = match.without_tail(size)
         num_tokens = match.num_tokens - unloaded.num_tokens if self._blocks.keeps_states else num_blocks * size
         if not is_kept and not self._rules.preemption.is_worth_loading(num_blocks, num_tokens):
             return self._start(candidate, unloaded)
