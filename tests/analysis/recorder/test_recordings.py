@@ -217,7 +217,9 @@ def test_a_fork_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def a_file(folder: Path, backend: ToyBackend | None = None) -> Path:
     host = None if backend is not None else 12 * 4 * ToyBackend.kv_bytes_per_token
-    with toy_engine(backend=backend, host_kv_memory=host, preemption="swap", clock=FakeClock()) as engine:
+    settings = {"num_kv_blocks": 20} if isinstance(backend, ToyWindowed) else {}
+    with toy_engine(backend=backend, host_kv_memory=host, preemption="swap", clock=FakeClock(), **settings) as engine:
+        assert (engine.stats().num_windows > 0) == isinstance(backend, ToyWindowed)
         ring_of(engine)._max_steps = 6
         run_all(engine, [*PROMPTS, [8] * 9], max_tokens=12)
         engine.dump_recording(folder / "one.gz")
