@@ -135,13 +135,15 @@ def test_rotary_embedding_steps_over_gates(dtype: torch.dtype, has_norms: bool) 
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    """A kernel writes to no tensor of another shape or format."""
+    """A kernel writes to no tensor of another shape or format, and reads no gates that lie apart."""
     rows = torch.zeros(2, 3, 8)
     for bad in (torch.zeros(2, 3, 8, dtype=torch.bfloat16), torch.zeros(2, 8, 3).transpose(1, 2), torch.zeros(1, 3, 8)):
         with pytest.raises(InternalError, match="rows"):
             HeadGate(torch.float32)(bad, rows)
         with pytest.raises(InternalError, match="out"):
             GatedNorm(torch.ones(8), 1e-6, torch.float32)(rows, rows, bad)
+    with pytest.raises(InternalError, match="gate: stride 3"):
+        HeadGate(torch.float32)(rows, torch.zeros(2, 8, 3).transpose(1, 2))
     with pytest.raises(InternalError, match="beta"):
         DeltaGates(torch.zeros(3), torch.zeros(3), torch.float32)(*[torch.zeros(2, 3)] * 3, torch.zeros(2, 4))
     with pytest.raises(InternalError, match="b:"):
