@@ -210,10 +210,6 @@ class Parking:
 
     def _load_kv(self, sequence: Sequence, kv: KVCopy) -> int:
         blocks, store = self.scheduler.kv_cache.device, self.store
-        if self.window_store is not None and kv.windows is None:
-            whole = self.window_store.divide(kv.blocks)
-            first = self._first_window(kv.num_tokens)
-            kv = replace(kv, blocks=whole[0], windows=whole[1][first:])
         cache, here = blocks.cache, find_blocks(blocks.hasher, sequence, kv.num_tokens, blocks.cache)
         lacking = list(contents(blocks.hasher, sequence, kv.num_tokens))[len(here.block_ids) :]
         for block_id in here.block_ids:
@@ -224,6 +220,10 @@ class Parking:
         if isinstance(blocks, WindowedBlocks):
             blocks.windows.clear(fresh)
         try:
+            if self.window_store is not None and kv.windows is None:
+                whole = self.window_store.divide(kv.blocks)
+                first = self._first_window(kv.num_tokens)
+                kv = replace(kv, blocks=whole[0], windows=whole[1][first:])
             if store is not None and fresh:
                 start = len(here.block_ids)
                 store.write_blocks(fresh, kv.blocks[start : start + len(fresh)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -199,3 +200,10 @@ def test_sessions_travel_with_their_windows(tmp_path: Path, monkeypatch: pytest.
         assert session.ask([7, 8, 9], params(10)).outputs[0].token_ids == expected
         assert engine.stats().num_computed_tokens - before == 1 + 3 + 9
         engine.close()
+        if has_one_kind:
+            engine = make_engine(backend, **SIZES)
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.sessions.parking.window_store, "divide", Mock(side_effect=MemoryError))
+                session = engine.import_session(path)
+            assert session.ask([7, 8, 9], params(10)).outputs[0].token_ids == expected, "what fails costs the KV alone"
+            engine.close()
