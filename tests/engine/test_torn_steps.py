@@ -14,7 +14,7 @@ import pytest
 
 from pagedcore.errors import EngineClosed, InternalError
 from pagedcore.scheduler import chunk_ends
-from support.doubles import ToyBackend, toy_answer
+from support.doubles import ToyBackend, ToyWindowLayers, toy_answer
 from support.engine_builders import assert_all_free, make_engine, run
 from support.interrupts import Lost, interrupted_at, lose
 from support.step_scenario import LetterTokenizer, Scenario, params
@@ -102,6 +102,21 @@ def test_a_step_of_a_model_with_states_may_break_off_too(has_drafts: bool, monke
     monkeypatch.setattr(Scenario, "has_drafts", has_drafts)
     assert expected() == plain
     explore(lose, Lost, 25, seed=6)
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_step_of_a_model_with_windows_may_break_off_too(is_ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same where sequences give up window blocks that others take: completions are those of one kind of blocks."""
+    monkeypatch.setattr(Scenario, "is_ahead", is_ahead)
+    plain = expected()
+    monkeypatch.setattr(ToyWindowLayers, "window", 3)
+    monkeypatch.setattr(Scenario, "has_windows", True)
+    scenario = Scenario.begin()
+    scenario.finish()
+    assert scenario.results() == plain
+    assert scenario.engine.stats().num_windows_evicted > 0
+    explore(lose, Lost, 12, seed=11)
+    explore(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, 12, seed=12)
 
 
 def test_ctrl_c_comes_at_any_line() -> None:

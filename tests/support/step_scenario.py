@@ -18,7 +18,7 @@ from pagedcore.requests.embedding import TextEncoder
 from pagedcore.requests.request import Request
 from pagedcore.sampling_params import SamplingParams
 from support.ahead import launched_ahead
-from support.doubles import VOCAB_SIZE, FakeClock, ToyBackend, ToyHybrid, toy_answer
+from support.doubles import VOCAB_SIZE, FakeClock, ToyBackend, ToyHybrid, ToyWindowed, toy_answer
 from support.drafts import Adversary, Mistaken, draft_model, let_guess
 
 
@@ -83,16 +83,17 @@ class Scenario:
     has_drafts: ClassVar[bool] = False
     keeps_states: ClassVar[bool] = False
     is_ahead: ClassVar[bool] = False
+    has_windows: ClassVar[bool] = False
 
     @classmethod
     def begin(cls) -> Scenario:
         """Make the engine; a beginning and the past of a session are cached."""
-        clock, kind = FakeClock(), ToyHybrid if cls.keeps_states else ToyBackend
+        clock, kind = FakeClock(), ToyHybrid if cls.keeps_states else ToyWindowed if cls.has_windows else ToyBackend
         engine = Engine(build_components(
-            launched_ahead(kind)() if cls.is_ahead else kind(), num_kv_blocks=48 if cls.has_drafts else 9, block_size=2,
-            max_num_seqs=5,
+            launched_ahead(kind)() if cls.is_ahead else kind(), block_size=2, max_num_seqs=5,
+            num_kv_blocks=48 if cls.has_drafts else 16 if cls.has_windows else 9,
             max_num_batched_tokens=24 if cls.has_drafts else 12,
-            preemption="swap", host_kv_memory=32 * 32,
+            preemption="swap", host_kv_memory=None if cls.has_windows else 32 * 32,
             tokenizer=LetterTokenizer(), max_num_waiting=64, queue_timeout_s=10.0,
             speculation="off",
         ), clock)
@@ -134,7 +135,8 @@ class Scenario:
         for request in self.requests:
             request.remove()
         stats = self.engine.stats()
-        held = {"device": stats.num_blocks_used, "states": stats.num_states_used, "host": stats.num_host_blocks_used,
+        held = {"device": stats.num_blocks_used, "windows": stats.num_windows_used, "states": stats.num_states_used,
+                "host": stats.num_host_blocks_used,
                 "host states": stats.num_host_states_used,
                 "running": stats.num_running, "waiting": stats.num_waiting,
                 "text": len(self.engine._outputs.by_sequence)}
