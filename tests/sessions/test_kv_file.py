@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 
 from pagedcore.sessions.kv_file import KVCopy, KVDirectory, KVSpec, read_bounded, read_kv, replace_file, write_kv
 
+Tensors = dict[str, Any]
 TOKENS = tuple(range(10))
 
 
@@ -71,6 +76,37 @@ def test_damage_is_never_read(tmp_path_factory: pytest.TempPathFactory, place: i
     if kv is not None:
         assert np.array_equal(kv.blocks, copy_of().blocks[: len(kv.blocks)])
         assert kv.num_tokens == min(4 * len(kv.blocks), 10)
+
+
+WINDOWED = KVSpec(TOKENS, 4, 24, "a", window_bytes=16, window=4)
+
+
+def of_windows(change: Callable[[Tensors], object], path: Path) -> KVCopy | None:
+    """What is read of a file with two window blocks after something was done to its parts."""
+    windows = np.random.default_rng(1).integers(0, 256, (WINDOWED.num_windows, 16), dtype=np.uint8)
+    write_kv(path, replace(copy_of(), windows=windows), WINDOWED)
+    parts = load_file(path)
+    change(parts)
+    save_file({name: np.ascontiguousarray(part) for name, part in parts.items()}, path)
+    return read_kv(path, WINDOWED)
+
+
+@pytest.mark.parametrize("change", [
+    lambda parts: parts.update(windows=parts["windows"][::-1]),
+    lambda parts: parts.update(windows=parts["windows"][::-1], checks=parts["checks"][[0, 1, 2, 4, 3]]),
+    lambda parts: parts.update(windows=parts["windows"][:1], checks=parts["checks"][:4]),
+    lambda parts: parts.update(
+        windows=np.resize(parts["windows"], (3, 16)), checks=np.resize(parts["checks"], (6, 32))),
+    lambda parts: parts.update(blocks=parts["blocks"][:2], checks=parts["checks"][[0, 1, 3, 4]]),
+    lambda parts: parts.update(windows=parts["windows"].ravel()),
+    lambda parts: parts.update(windows=parts["windows"].view(np.int8)),
+    lambda parts: parts.pop("windows"),
+])
+def test_window_blocks_are_used_whole_or_not_at_all(change: Callable[[Tensors], object], tmp_path: Path) -> None:
+    """Swapped, with their digests too, cut off, repeated, of another form or behind fewer blocks: nothing is read."""
+    assert WINDOWED.num_windows == 2
+    assert of_windows(lambda parts: None, tmp_path / "kv") is not None
+    assert of_windows(change, tmp_path / "kv") is None
 
 
 def test_a_file_is_whole_or_the_old_one(tmp_path: Path) -> None:
