@@ -16,6 +16,8 @@ from pagedcore.cli.size import size_model
 from pagedcore.config.memory_budget import MemoryBudget
 from pagedcore.engine import window_memory
 from pagedcore.engine.engine import Engine
+from pagedcore.models.attention.layers import AttentionLayer
+from pagedcore.models.attention.windows import WindowSplit
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.sampling_params import SamplingParams
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
@@ -207,3 +209,16 @@ def test_sessions_travel_with_their_windows(tmp_path: Path, monkeypatch: pytest.
                 session = engine.import_session(path)
             assert session.ask([7, 8, 9], params(10)).outputs[0].token_ids == expected, "what fails costs the KV alone"
             engine.close()
+
+
+@pytest.mark.parametrize("windows", [(0, 8), (8, 0)])
+def test_keys_that_a_layer_without_a_window_reads_too_are_kept_to_the_beginning(windows: tuple[int, int]) -> None:
+    """Layers that share K and V have window blocks only if all of them have a window: the largest one."""
+    def split(*given: tuple[int, int]) -> WindowSplit | None:
+        layers = {number: AttentionLayer(index, True, 1, 1, 8, 8, 1.0, window=window)
+                  for number, (index, window) in enumerate(given)}
+        return WindowSplit.of(layers, NumbaCpuAttention)
+
+    assert split(*((0, one) for one in windows)) is None
+    assert split(*((0, one) for one in windows), (1, 4)) == WindowSplit(4, ((False, 0), (True, 0)))
+    assert split((0, 4), (0, 8)) == WindowSplit(8, ((True, 0),))
