@@ -12,10 +12,13 @@ from pagedcore.analysis.recorder.recording import Recording
 from pagedcore.analysis.replay.decisions import replay_decisions
 from pagedcore.analysis.replay.point import compute_point, find_point, require_equal, settings_for
 from pagedcore.analysis.replay.what_if import WhatIf
+from pagedcore.engine import engine as engine_module
 from pagedcore.errors import RecordingError, RecordingMismatch
+from pagedcore.execution.model_runner import ModelRunner
 from pagedcore.requests.request import Request
 from pagedcore.scheduler.scheduler import Scheduler
 from support.changed_demo import changed_weights, write_demo
+from support.doubles import FakeClock
 from support.recordings import dumped
 from support.runner import invoke, try_invoke
 
@@ -105,6 +108,10 @@ def test_under_other_settings_the_old_blocks_are_gone_too(
     running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """When the weights come, on the virtual clock too, what runs is computed again, and nothing before it is found."""
+    # Why: on a busy machine all requests would have ended when the weights come.
+    clock, execute = FakeClock(), ModelRunner.execute
+    monkeypatch.setattr(engine_module, "MonotonicClock", lambda: clock)
+    monkeypatch.setattr(ModelRunner, "execute", lambda *given: (clock.advance(0.01), execute(*given))[1])
     recording, requests = recorded(tmp_path, running)
     restarts, restart = list[list[int]](), Scheduler.restart
 
