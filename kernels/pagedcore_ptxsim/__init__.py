@@ -8,6 +8,8 @@ writes outside its buffers, misaligned, or before anything was written; where th
 warp-wide operation meets a divided warp, where a barrier cannot open, and where a ``cp.async`` is used before it was
 waited for. Every error quotes the PTX line and the thread. It needs NumPy and nothing else.
 
+``launch(..., count=True)`` counts what a launch asks of a GPU: instructions by class, sectors of global memory,
+wavefronts and bank conflicts of shared memory (``counters``).
 ``divided_operations`` reads a text without running it: no arguments may bring only part of a warp to a vote.
 ``mutants`` breaks a text on purpose, one barrier, wait or predicate at a time, to prove that tests would notice.
 Modules, in the order to read them: ``launch``, ``parser`` (``syntax``, ``body``), ``scheduler`` (``batch``), ``ops``
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from pagedcore_ptxsim.counters import CLASSES, Work
 from pagedcore_ptxsim.errors import (
     AsyncCopyFault,
     BarrierFault,
@@ -42,6 +45,7 @@ from pagedcore_ptxsim.uniformity import Divided, divided_operations
 
 __version__: Final = "0.1.0"
 __all__ = [
+    "CLASSES",
     "AsyncCopyFault",
     "BarrierFault",
     "DivergenceFault",
@@ -57,6 +61,7 @@ __all__ = [
     "Runaway",
     "UninitializedRead",
     "UnsupportedPtx",
+    "Work",
     "divided_operations",
     "launch",
     "mutants",

@@ -77,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--shared", type=int, default=0, metavar="BYTES", help="dynamic shared memory (default 0)")
     add("--max-steps", type=int, default=20_000_000, metavar="N", help="instructions until a loop counts as endless")
     add("--no-races", action="store_true", help="do not look for data races")
+    add("--count", action="store_true", help="also count instructions, sectors and bank conflicts")
     add("--mutants", action="store_true", help="also run every mutant and list those that nothing notices")
     return parser
 
@@ -108,7 +109,7 @@ def _run(text: str, options: argparse.Namespace) -> int:
     def once(ptx: str, max_steps: int) -> tuple[Report, list[Argument]]:
         args = [parse_argument(each) for each in options.args]
         report = launch(ptx, options.kernel, options.grid, options.block, args, dynamic_shared_bytes=options.shared,
-                        check_races=not options.no_races, max_steps=max_steps)
+                        check_races=not options.no_races, max_steps=max_steps, count=options.count)
         return report, args
 
     report, args = once(text, options.max_steps)
@@ -125,11 +126,23 @@ def _print_report(report: Report, text: str, given: Sequence[str], args: Sequenc
     lines = text.splitlines()
     for line in report.unexecuted:
         print(f"  never ran: line {line}: {lines[line - 1].strip()}")
+    if report.work:
+        _print_work(report, lines)
     for i, (written, value) in enumerate(zip(given, args, strict=True)):
         if isinstance(value, np.ndarray):
             values = bf16_to_f32(value) if written.startswith("bf16") else value
             shown = np.array2string(values.reshape(-1), threshold=16, max_line_width=120)
             print(f"  argument {i}, {written.partition('=')[0]}: {shown}")
+
+
+def _print_work(report: Report, lines: Sequence[str]) -> None:
+    print("  class          instructions       bytes     sectors  wavefronts   conflicts")
+    for name, work in report.work.items():
+        if work.instructions.any():
+            numbers = (work.instructions, work.bytes, work.sectors, work.wavefronts, work.conflicts)
+            print(f"  {name:<15}" + "".join(f"{int(each.sum()):>12}" for each in numbers))
+    for line, count in report.conflict_lines.items():
+        print(f"  bank conflicts: {count}, line {line}: {lines[line - 1].strip()}")
 
 
 def _try_mutants(text: str, noticed: Callable[[str], str]) -> int:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 
 import numpy as np
 
 from pagedcore_ptxsim.batch import WARP, Batch, Dim3, Geometry, Symbols
+from pagedcore_ptxsim.counters import Counters, Work
 from pagedcore_ptxsim.errors import LaunchError, UnsupportedPtx
 from pagedcore_ptxsim.global_memory import GlobalMemory
 from pagedcore_ptxsim.handovers import MAX_BLOCKS, HandoverDetector
 from pagedcore_ptxsim.ops import MAKERS
 from pagedcore_ptxsim.parser import parse
 from pagedcore_ptxsim.scalar_types import Array, Index, numpy_type
-from pagedcore_ptxsim.scheduler import Scheduler
+from pagedcore_ptxsim.scheduler import Maker, Scheduler
 from pagedcore_ptxsim.syntax import Instruction, Kernel, Parameter, Program, Variable
 
 Argument = Array | np.generic | int | float
@@ -35,6 +36,8 @@ class Report:
     instructions: how many were issued, each for a group of threads at once. thread_instructions: summed over
     threads (an upper bound where predicates turn some off). barriers: block barriers passed, summed over blocks.
     counts: per PTX line, how often its instruction was issued; 0 for code that never ran.
+    work: what each class of ``counters.CLASSES`` did, warp by warp, if the launch was counted; conflict_lines: per PTX
+    line its bank conflicts.
     """
 
     kernel: str
@@ -44,6 +47,8 @@ class Report:
     barriers: int
     counts: Mapping[int, int]
     opcodes: Mapping[str, int]
+    work: Mapping[str, Work] = field(default_factory=dict)
+    conflict_lines: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def unexecuted(self) -> list[int]:
@@ -58,7 +63,8 @@ class Report:
 
 def launch(ptx: str, kernel_name: str | None, grid: int | Sequence[int], block: int | Sequence[int],
            args: Sequence[Argument], *, dynamic_shared_bytes: int = 0, check_races: bool = True,
-           block_order: Sequence[int] | None = None, blocks_at_once: int = 64, max_steps: int = 20_000_000) -> Report:
+           block_order: Sequence[int] | None = None, blocks_at_once: int = 64, max_steps: int = 20_000_000,
+           count: bool = False) -> Report:
     """Run one kernel of ``ptx`` and return a report; arrays among ``args`` are changed in place.
 
     kernel_name: its name, any part of it that only it has, or None for the only kernel of the text.
@@ -68,6 +74,7 @@ def launch(ptx: str, kernel_name: str | None, grid: int | Sequence[int], block: 
     check_races: look for data races on shared memory, and for data that a block leaves to another in global memory
     without a hand-over. block_order: the order in which blocks start, a permutation of their numbers.
     blocks_at_once: how many advance together. max_steps: instructions after which a batch is given up.
+    count: whether the report has ``work``.
 
     Raises ``LaunchError`` for wrong arguments, ``PtxSyntaxError`` and ``UnsupportedPtx`` for text it cannot run, and
     a ``PtxFault`` that quotes the PTX line for out-of-bounds and misaligned accesses, uninitialised shared reads,
@@ -84,13 +91,15 @@ def launch(ptx: str, kernel_name: str | None, grid: int | Sequence[int], block: 
         granule = _granule(kernel, "shared")
         memory.handovers = HandoverDetector(len(memory.bytes), geometry.blocks, geometry.threads, granule)
     tally = _Tally(kernel)
+    counters = Counters(geometry) if count else None
+    pool = _POOL if counters is None else _Pool(counters.makers(MAKERS))
     for blocks in np.array_split(order, max(-(-len(order) // blocks_at_once), 1)):
-        scheduler = _POOL.take(kernel, geometry, symbols, memory, len(blocks), check_races)
+        scheduler = pool.take(kernel, geometry, symbols, memory, len(blocks), check_races)
         scheduler.run(blocks, max_steps)
         tally.add(scheduler)
-        _POOL.give_back(scheduler, check_races)
+        pool.give_back(scheduler, check_races)
     memory.copy_back()
-    return tally.report(geometry.blocks)
+    return tally.report(geometry.blocks, counters)
 
 
 def unsupported(ptx: str, kernel_name: str | None) -> list[str]:
@@ -115,7 +124,8 @@ class _Pool:
     SIZE = 8
     MAX_THREADS = 8192
 
-    def __init__(self) -> None:
+    def __init__(self, makers: Mapping[str, Maker]) -> None:
+        self._makers = dict(makers)
         self._idle: OrderedDict[tuple[object, ...], Scheduler] = OrderedDict()
         self._lock = Lock()
 
@@ -127,7 +137,7 @@ class _Pool:
         if found is not None and not symbols.memory:
             found.batch.bind(geometry, symbols, memory)
             return found
-        return Scheduler(Batch(kernel, geometry, symbols, memory, blocks, check_races), MAKERS)
+        return Scheduler(Batch(kernel, geometry, symbols, memory, blocks, check_races), self._makers)
 
     def give_back(self, scheduler: Scheduler, check_races: bool) -> None:
         """Keep a scheduler whose launch went well."""
@@ -147,7 +157,7 @@ def _key(kernel: Kernel, geometry: Geometry, threads: int, check_races: bool) ->
     return id(kernel), geometry.block, geometry.dynamic_shared, threads, check_races
 
 
-_POOL = _Pool()
+_POOL = _Pool(MAKERS)
 
 
 class _Tally:
@@ -163,7 +173,7 @@ class _Tally:
         self.thread_instructions += scheduler.thread_instructions
         self.barriers += scheduler.barriers
 
-    def report(self, blocks: int) -> Report:
+    def report(self, blocks: int, counters: Counters | None) -> Report:
         opcodes: Counter[str] = Counter()
         lines: Counter[int] = Counter()
         for instruction, count in zip(self.kernel.code, self.counts.tolist(), strict=True):
@@ -171,7 +181,8 @@ class _Tally:
             if count:
                 opcodes[instruction.opcode] += count
         return Report(self.kernel.name, blocks, int(self.counts.sum()), self.thread_instructions, self.barriers,
-                      dict(lines), dict(opcodes))
+                      dict(lines), dict(opcodes), counters.work() if counters else {},
+                      +counters.conflict_lines if counters else {})
 
 
 def find_kernel(program: Program, name: str | None) -> Kernel:

@@ -42,7 +42,7 @@ def test_the_page_shows_what_the_command_prints(folder: Path, capsys: pytest.Cap
     """Every command on the page prints what stands below it."""
     (console,) = re.findall(r"```console\n(.*?)```", PAGE, flags=re.DOTALL)
     shown = re.findall(r"^\$ python -m pagedcore_ptxsim (.*)\n((?:[^$].*\n)*)", console, flags=re.MULTILINE)
-    assert len(shown) == 3
+    assert len(shown) == 4
     for line, output in shown:
         command.main(shlex.split(line))
         assert capsys.readouterr().out == output

@@ -38,7 +38,7 @@ def _copy(bind: Binder, instruction: Instruction) -> Step:
     size = integer(instruction.operands[2])
     to, source, load = bind.addresses(instruction.operands[0]), bind.addresses(instruction.operands[1]), \
         loader(batch, "global")
-    given = _source_sizes(bind, instruction, size)
+    given = source_sizes(bind, instruction, size)
 
     def step() -> None:
         lanes = batch.lanes
@@ -53,7 +53,8 @@ def _copy(bind: Binder, instruction: Instruction) -> Step:
     return step
 
 
-def _source_sizes(bind: Binder, instruction: Instruction, size: int) -> Array:
+def source_sizes(bind: Binder, instruction: Instruction, size: int) -> Array:
+    """Bytes that a copy of ``size`` reads, per thread or one number for all."""
     operands = instruction.operands[3:]
     if not operands:
         return np.array(size, np.uint32)

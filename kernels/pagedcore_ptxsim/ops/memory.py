@@ -68,7 +68,7 @@ def loader(batch: Batch, space: str, order: str = "") -> Load:
 
     def from_anywhere(addresses: Array, size: int, lanes: Index) -> Array:
         result = np.zeros((len(lanes), size), np.uint8)
-        for name, base, chosen in _split(addresses):
+        for name, base, chosen in by_space(addresses):
             result[chosen] = spaces[name](addresses[chosen] - base, size, lanes[chosen])
         return result
     return from_anywhere if space == "generic" else spaces[space]
@@ -94,12 +94,12 @@ def storer(batch: Batch, space: str, order: str = "") -> Store:
     spaces: dict[str, Store] = {"global": to_global, "shared": to_shared, "local": to_local}
 
     def to_anywhere(addresses: Array, size: int, lanes: Index, data: Array) -> None:
-        for name, base, chosen in _split(addresses):
+        for name, base, chosen in by_space(addresses):
             spaces[name](addresses[chosen] - base, size, lanes[chosen], data[chosen])
     return to_anywhere if space == "generic" else spaces[space]
 
 
-def _split(addresses: Array) -> list[tuple[str, int, Array]]:
+def by_space(addresses: Array) -> list[tuple[str, int, Array]]:
     """Generic addresses by space: (space, window base, which)."""
     unsigned = addresses.view(np.uint64)
     shared = unsigned - np.uint64(SHARED_WINDOW) < _WINDOW_SIZE
