@@ -77,7 +77,7 @@ def test_the_garbage_collector_is_the_hosts() -> None:
     users = {source.module for source in SOURCES for node in ast.walk(source.tree)
              if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
              and (node.value.id, node.attr) in {("gc", name) for name in COLLECTOR}}
-    assert users == {"pagedcore.cli.simulate", "pagedcore_http.present_objects"}
+    assert users == {"pagedcore.cli.main", "pagedcore.cli.simulate", "pagedcore_http.present_objects"}
 
 
 def uses_torch_cuda(source: Source) -> bool:
