@@ -17,7 +17,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Final
 
-from numba import njit, types
+from numba import types
 
 from pagedcore_kernels.cpu.runtime import team_memory as at
 from pagedcore_kernels.cpu.runtime.atomics import (
@@ -34,6 +34,7 @@ from pagedcore_kernels.cpu.runtime.float_state import DEFAULT
 from pagedcore_kernels.cpu.runtime.team_waiting import (
     SHORT_SPIN_NS,
     adapt_spin,
+    inlined,
     leave_cpu,
     note_wait,
     now_ns,
@@ -51,7 +52,7 @@ _RECENT_NS: Final = 300_000
 """
 
 
-@njit(inline="always")
+@inlined
 def _help(c: int) -> int:
     """Join open runs, one of each slot; return how many."""
     num_joined = 0
@@ -70,7 +71,7 @@ def _help(c: int) -> int:
     return num_joined
 
 
-@njit(inline="always")
+@inlined
 def _await_run(c: int, helper: int, seen: int) -> None:
     """Wait until the generation is another than ``seen``."""
     begin = start = now_ns(c)
@@ -101,7 +102,7 @@ def _await_run(c: int, helper: int, seen: int) -> None:
             leave_cpu(c, helper, cpu)
 
 
-@njit(inline="always")
+@inlined
 def _call_helpers(c: int, count: int) -> None:
     """Let up to ``count`` helpers look for open runs."""
     add_shared(c + at.GENERATION, 1)
@@ -116,7 +117,7 @@ def _call_helpers(c: int, count: int) -> None:
         wake(c, c + at.GENERATION, count)
 
 
-@njit(inline="always")
+@inlined
 def _places(c: int, slot: int, wanted: int) -> int:
     """How many of ``wanted`` helpers this caller gets: an equal share of all threads with every other busy engine."""
     now, num_busy = now_ns(c), 1
@@ -129,7 +130,7 @@ def _places(c: int, slot: int, wanted: int) -> int:
     return (wanted + 1 + num_busy - 1) // num_busy - 1
 
 
-@njit(inline="always")
+@inlined
 def _await_helpers(c: int, slot: int) -> None:
     """Wait until no helper is inside the run of a slot, which is closed."""
     start = now_ns(c)
@@ -181,7 +182,7 @@ def helper_loop() -> CompiledEntry:
     return compile_entry(help_callers, types.voidptr(types.voidptr))
 
 
-@njit(inline="always")
+@inlined
 def _run_call(slot: int, entry: int, parameters: int, helpers: int) -> None:
     """Call a kernel on the calling thread and, if they have time, on helpers.
 

@@ -40,16 +40,19 @@ _ATTRIBUTE_WORDS, _SLICE = 6, 3
 """``struct sched_attr`` in 64-bit words: its size and policy, the flags, nice and priority, the slice, two more."""
 _FUTEX_WAIT, _FUTEX_WAKE = 128, 129
 """Operations of Linux's futex, without sharing between processes."""
+inlined = njit(forceinline=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
+"""For parts of the compiled loops. Numba's own way to inline copies a part's statements at each use, and the loops then
+take twice as long to compile."""
 
 
-@njit(inline="always")
+@inlined
 def now_ns(c: int) -> int:
     """Time of a clock that never goes back, in nanoseconds."""
     time: int = read_clock(load_int64(c, at.CLOCK_GETTIME // 8), load_int64(c, at.CLOCK_NUMBER // 8))
     return time
 
 
-@njit(inline="always")
+@inlined
 def sleep_while(c: int, address: int, value: int) -> None:
     """Sleep while the word at ``address`` has ``value``; may return early."""
     syscall = load_int64(c, at.SYSCALL // 8)
@@ -63,7 +66,7 @@ def sleep_while(c: int, address: int, value: int) -> None:
         call_function(load_int64(c, at.MUTEX_UNLOCK // 8), c + at.MUTEX, 0, 0, 0, 0)
 
 
-@njit(inline="always")
+@inlined
 def wake(c: int, address: int, count: int) -> None:
     """Wake up to ``count`` threads that sleep while the word at ``address`` has the value it had."""
     syscall = load_int64(c, at.SYSCALL // 8)
@@ -76,14 +79,14 @@ def wake(c: int, address: int, count: int) -> None:
         call_function(load_int64(c, at.MUTEX_UNLOCK // 8), c + at.MUTEX, 0, 0, 0, 0)
 
 
-@njit(inline="always")
+@inlined
 def present_cpu(c: int) -> int:
     """Number of the processor that the calling thread is on; -1 where that is not known."""
     function = load_int64(c, at.SCHED_GETCPU // 8)
     return call_function(function, 0, 0, 0, 0, 0) & 0xFFFF if function != 0 else -1
 
 
-@njit(inline="always")
+@inlined
 def leave_cpu(c: int, helper: int, cpu: int) -> None:
     """Keep a helper off a processor until ``return_mask``; does nothing if it may be on no other one."""
     before = load_shared(helper + at.PLACEMENT)
@@ -108,7 +111,7 @@ def leave_cpu(c: int, helper: int, cpu: int) -> None:
     store_shared(helper + at.PLACEMENT, before)
 
 
-@njit(inline="always")
+@inlined
 def return_mask(c: int, helper: int) -> None:
     """Let this helper run wherever it might before ``leave_cpu``; leave it where another program has put it since."""
     if exchange_if(helper + at.PLACEMENT, at.PLACED, at.CHANGES) != 0:
@@ -121,7 +124,7 @@ def return_mask(c: int, helper: int) -> None:
         store_shared(helper + at.PLACEMENT, at.WHOLE)
 
 
-@njit(inline="always")
+@inlined
 def shorten_slice(c: int) -> None:
     """Ask Linux (6.12 or later) to give the calling thread its time in short slices; its share stays the same.
 
@@ -138,14 +141,14 @@ def shorten_slice(c: int) -> None:
         call_function(syscall, put, 0, words, 0, 0)
 
 
-@njit(inline="always")
+@inlined
 def spin_bound(c: int, helper: int, now: int) -> int:
     """How long a helper may spin from now on, in nanoseconds."""
     bound: int = SHORT_SPIN_NS if now < load_shared(c + at.SHORT_UNTIL_NS) else load_shared(helper + at.SPIN_NS)
     return bound
 
 
-@njit(inline="always")
+@inlined
 def note_wait(c: int, start: int, end: int) -> None:
     """Note when a caller has waited for its helpers; after long waits helpers sleep between kernels for a while.
 
@@ -159,7 +162,7 @@ def note_wait(c: int, start: int, end: int) -> None:
         store_shared(c + at.LAST_LOSS_NS, end)
 
 
-@njit(inline="always")
+@inlined
 def adapt_spin(c: int, bound: int, slept_ns: int) -> None:
     """Change the bound at address ``bound`` after a sleep of so many nanoseconds.
 
