@@ -9,8 +9,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
+
+from support.apart import Apart
 
 # Why here: OpenMP reads it once, when torch is imported, which no test has done yet.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -30,6 +33,14 @@ def quick_collections() -> None:
     """Keep what earlier tests imported out of the collections that tests ask for: a tenth of the time remains."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    """Programs in processes of their own."""
+    one = Apart(tmp_path_factory.mktemp("apart"))
+    yield one
+    one.close()
 
 
 def pytest_sessionfinish() -> None:

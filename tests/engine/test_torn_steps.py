@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import pytest
 
 from pagedcore.errors import EngineClosed, InternalError
 from pagedcore.scheduler import chunk_ends
+from support.apart import Apart
 from support.doubles import ToyBackend, ToyWindowLayers, toy_answer
 from support.engine_builders import assert_all_free, make_engine, run
 from support.interrupts import Lost, interrupted_at, lose
@@ -191,28 +191,25 @@ for point in range(200):
 """
 
 
-def run_allocations(num_points: int, seed: int) -> None:
+def run_allocations(apart: Apart, num_points: int, seed: int) -> None:
     """In a child process, because a lack of memory may end it."""
     pytest.importorskip("_testcapi")
     if subprocess.run([sys.executable, "-c", GENERATORS], check=False).returncode < 0:
         # Why: CPython 3.12.1 and 3.13.0 do, in any program; 3.13.0 at one of 45 points of a step.
         pytest.skip("this interpreter crashes by itself where memory for a generator lacks")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", ALLOCATIONS, "0", "8000", str(num_points), str(seed)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, f"allocation {done.stdout.splitlines()[-1:]}: {done.stderr[-3000:]}"
+    apart.run(ALLOCATIONS, "0", "8000", str(num_points), str(seed))
 
 
-def test_any_allocation_of_a_step_may_fail() -> None:
+def test_any_allocation_of_a_step_may_fail(apart: Apart) -> None:
     """One allocation fails, at points chosen by a seed: the step is undone and repeated, every request completes as it
     would have, and no block is held in the end."""
-    run_allocations(50, seed=1)
+    run_allocations(apart, 50, seed=1)
 
 
 @pytest.mark.slow
-def test_every_allocation_of_a_step_may_fail() -> None:
+def test_every_allocation_of_a_step_may_fail(apart: Apart) -> None:
     """As above, at thousands of points."""
-    run_allocations(6_000, seed=2)
+    run_allocations(apart, 6_000, seed=2)
 
 
 class Interrupting(ToyBackend):

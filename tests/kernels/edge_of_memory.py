@@ -1,16 +1,12 @@
 """Arrays that end where readable memory ends: as a program, kernels over them, which an overrun ends by a signal.
 
-The tests start it as a process of its own: what it is there to notice ends a process.
+The tests run it apart: what it is there to notice ends a process.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,16 +54,6 @@ RECURRENCES = [
 ]  # fmt: skip
 """Compiled by other tests too."""
 _libc = ctypes.CDLL(None, use_errno=True)
-
-
-def start(what: str) -> subprocess.CompletedProcess[str]:
-    """Run this program; ``what`` is "attention", "products", "int8 products", "grouped products" or
-    "recurrences".
-    """
-    root = Path(__file__).parents[2]
-    paths = os.pathsep.join(str(root / part) for part in ("", "kernels", "tests"))
-    command = [sys.executable, "-m", "kernels.edge_of_memory", what]
-    return subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
 
 
 def before_the_edge(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -199,17 +185,19 @@ def advance(recurrence: Recurrence) -> torch.Tensor:
     return out
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "recurrences":
+def main(what: str) -> None:
+    """``what`` is "attention", "products", "int8 products", "grouped products" or "recurrences"."""
+    if what == "recurrences":
         print(*(advance(one).shape for one in RECURRENCES))
-    elif sys.argv[1] == "grouped products":
+    elif what == "grouped products":
         print(*(multiply_grouped(bits, *sizes, quantizes_rows=quantizes_rows).shape
                 for bits, quantizes_rows in GROUPED_KINDS for sizes in GROUPED_PRODUCTS))  # fmt: skip
-    elif sys.argv[1] == "int8 products":
+    elif what == "int8 products":
         print(*(multiply_int8(*sizes).shape for sizes in INT8_PRODUCTS))
-    elif sys.argv[1] == "products":
+    elif what == "products":
         print(*(multiply(*sizes).shape for sizes in PRODUCTS))
     else:
+        assert what == "attention"
         plan_module.QueryTiles = EdgeTiles  # type: ignore[misc]
         for one in SHAPES:
             print(*(attend(one, window).shape for window in (0, 20)))

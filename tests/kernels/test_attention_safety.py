@@ -14,6 +14,7 @@ from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
 from pagedcore_kernels.layout import KVLayout, LayerShape, ScaledKVLayout
 from pagedcore_kernels.reference import ReferenceAttention
+from support.apart import Apart
 
 SHAPE = Shape(3, 1, 12, 8, 4, torch.bfloat16)
 SHAPES = [
@@ -228,8 +229,7 @@ def test_a_pool_of_another_layout_is_refused(make: Any) -> None:
             make(layout, bad)
 
 
-def test_nothing_is_read_beyond_its_end() -> None:
+def test_nothing_is_read_beyond_its_end(apart: Apart) -> None:
     """Block tables, rows, tiles and the pool may end where memory ends, also while memory is asked for ahead."""
-    done = edge_of_memory.start("attention")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("torch.Size([47, ") == 2 * len(edge_of_memory.SHAPES)
+    out = apart.run("from kernels import edge_of_memory; edge_of_memory.main('attention')")
+    assert out.count("torch.Size([47, ") == 2 * len(edge_of_memory.SHAPES)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +21,7 @@ from pagedcore_kernels.cpu import features
 from pagedcore_kernels.cpu.matmul import amx, packed, packed_grouped
 from pagedcore_kernels.cpu.matmul.packed import CHUNK_STEPS, MATRIX_UNIT_CHUNK_STEPS, PackedMatmul, can_multiply
 from pagedcore_kernels.cpu.runtime.threads import Computing
+from support.apart import Apart
 
 #: Inputs of a chunk in bfloat16, of two in float32.
 CHUNK = 2 * CHUNK_STEPS
@@ -254,20 +254,16 @@ print("the same")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.skipif(not can_multiply(torch.float32, 2), reason="no such vectors")
-def test_a_forked_child_multiplies_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_multiplies_with_the_same_bits(apart: Apart) -> None:
     """Parent and child at once, each with helpers of its own."""
-    tests = os.fspath(Path(__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, *sys.path]))
-    done = subprocess.run([sys.executable, "-c", FORKED_CHILD], capture_output=True, text=True, check=False, timeout=99)
-    assert done.stdout == "the same\n", done.stderr
+    assert apart.run(FORKED_CHILD) == "the same\n"
 
 
 @pytest.mark.skipif(not can_multiply(torch.bfloat16, 2), reason="no such vectors")
-def test_nothing_is_read_beyond_its_end() -> None:
+def test_nothing_is_read_beyond_its_end(apart: Apart) -> None:
     """Rows, weight, bias and outputs may end where memory ends, also while memory is asked for ahead."""
-    done = edge_of_memory.start("products")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("torch.Size") == len(edge_of_memory.PRODUCTS)
+    out = apart.run("from kernels import edge_of_memory; edge_of_memory.main('products')")
+    assert out.count("torch.Size") == len(edge_of_memory.PRODUCTS)
 
 
 @each_dtype

@@ -20,6 +20,7 @@ from pagedcore_kernels.cpu.matmul import packed_grouped
 from pagedcore_kernels.cpu.matmul.grouped_tiles import CODEBOOKS
 from pagedcore_kernels.cpu.matmul.packed_grouped import PackedGroupedMatmul, form_of_grouped_product
 from pagedcore_kernels.cpu.matmul.tiles import MATRIX_UNITS, PAIRS, SINGLES
+from support.apart import Apart
 from support.products import require_same_bits_in_any_company
 
 pytestmark = pytest.mark.skipif(form_of_grouped_product(torch.float32) is None, reason="no such vectors")
@@ -270,11 +271,10 @@ def test_other_processors_compute_the_same_bits(monkeypatch: pytest.MonkeyPatch,
     assert narrow == wide
 
 
-def test_nothing_is_read_or_written_beyond_its_end() -> None:
+def test_nothing_is_read_or_written_beyond_its_end(apart: Apart) -> None:
     """Rows, weights, biases and outputs may end where memory ends, also while memory is asked for ahead."""
-    done = edge_of_memory.start("grouped products")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("torch.Size") == len(edge_of_memory.GROUPED_KINDS) * len(edge_of_memory.GROUPED_PRODUCTS)
+    out = apart.run("from kernels import edge_of_memory; edge_of_memory.main('grouped products')")
+    assert out.count("torch.Size") == len(edge_of_memory.GROUPED_KINDS) * len(edge_of_memory.GROUPED_PRODUCTS)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

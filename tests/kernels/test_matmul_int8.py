@@ -22,6 +22,7 @@ from pagedcore_kernels.cpu.matmul import packed_int8
 from pagedcore_kernels.cpu.matmul.packed import CHUNK_STEPS
 from pagedcore_kernels.cpu.matmul.packed_int8 import MOST_INPUTS, PackedInt8Matmul, form_of_int8_product
 from pagedcore_kernels.cpu.matmul.tiles import BYTES, WIDENED_BYTES
+from support.apart import Apart
 from support.products import require_same_bits_in_any_company
 
 pytestmark = pytest.mark.skipif(form_of_int8_product(16) is None, reason="no such vectors")
@@ -134,11 +135,10 @@ def test_a_broken_row_breaks_no_other(dtype: torch.dtype, form: int) -> None:
     assert torch.equal(whole[3], bias.to(dtype))
 
 
-def test_nothing_is_read_or_written_beyond_its_end() -> None:
+def test_nothing_is_read_or_written_beyond_its_end(apart: Apart) -> None:
     """Rows, weights, scales and outputs may end where memory ends."""
-    done = edge_of_memory.start("int8 products")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("torch.Size") == len(edge_of_memory.INT8_PRODUCTS)
+    out = apart.run("from kernels import edge_of_memory; edge_of_memory.main('int8 products')")
+    assert out.count("torch.Size") == len(edge_of_memory.INT8_PRODUCTS)
 
 
 @pytest.mark.parametrize("change", [

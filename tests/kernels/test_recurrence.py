@@ -34,6 +34,7 @@ from pagedcore_kernels.cpu.recurrence.states import RecurrentStates
 from pagedcore_kernels.cpu.runtime.kernel import Kernel
 from pagedcore_kernels.cpu.runtime.recorded_calls import RecordedCalls, StepShape
 from pagedcore_kernels.cpu.runtime.threads import Computing
+from support.apart import Apart
 
 F32, BF16 = torch.float32, torch.bfloat16
 SMALL = [
@@ -267,11 +268,10 @@ def test_another_processor_changes_no_bit() -> None:
     assert answer.stdout.strip() == digest()
 
 
-def test_nothing_is_read_or_written_beyond_its_end() -> None:
+def test_nothing_is_read_or_written_beyond_its_end(apart: Apart) -> None:
     """Rows, rates, the plan's arrays, outputs and the pool may end where memory ends."""
-    done = edge_of_memory.start("recurrences")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("torch.Size") == len(edge_of_memory.RECURRENCES)
+    out = apart.run("from kernels import edge_of_memory; edge_of_memory.main('recurrences')")
+    assert out.count("torch.Size") == len(edge_of_memory.RECURRENCES)
 
 
 @pytest.mark.parametrize("recurrence", [SMALL[3], SMALL[5]], ids=str)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+
+from support.apart import Apart
 
 SCRIPT = """
 import asyncio, json, os, sys, threading, time
@@ -89,15 +88,11 @@ if __name__ == "__main__":
 """
 
 
-def test_a_forked_child_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+def test_a_forked_child_is_refused_and_harms_nothing(apart: Apart) -> None:
     """Calls that need the parent's engine thread or its parked files raise ``ForkedProcess`` with advice, instead of
     waiting for a thread that does not exist; closing takes nothing away. An engine of the child's own works, as does
     its copy of the parent's ``Engine``. The parent has its files and its engines."""
-    script = tmp_path / "forking.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(apart.run(SCRIPT).splitlines()[-1])
     expected, children = found.pop("expected"), found.pop("children")
     assert len(children) == 2
     assert found.pop("parent") == expected

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import random
-import subprocess
 import sys
 import threading
 from collections import deque
@@ -22,6 +21,7 @@ from pagedcore.engine.engine import Engine
 from pagedcore.errors import SessionStateError, TooManySequences
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
+from support.apart import Apart
 from support.engine_builders import assert_all_free, make_engine
 
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -266,7 +266,7 @@ def test_losing_a_session_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     other.close()
 
 
-def test_sessions_that_are_open_at_the_exit_of_the_interpreter() -> None:
+def test_sessions_that_are_open_at_the_exit_of_the_interpreter(apart: Apart) -> None:
     """The interpreter ends at once and silently, with sessions of a closed engine, of an open one and of a lost one."""
     script = """
 import asyncio
@@ -280,6 +280,4 @@ for session in sessions[:3]:
 engines[0].close()
 del engines[1]
 """
-    done = subprocess.run([sys.executable, "-c", script], timeout=60, capture_output=True, text=True, check=False,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert apart.run(script) == ""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -12,10 +10,10 @@ from typing import TypeAlias
 import pytest
 
 from pagedcore.sessions.session import Session
+from support.apart import Apart
 from support.engine_builders import assert_all_free
 from support.session_builders import FIRST, PARAMS, SECOND, Lab, first_turn, make_lab, second_turn
 
-TESTS = Path(__file__).resolve().parents[1]
 NUM_COMPUTED = len(FIRST) + 20 - 1
 """Positions of the first turn; its last token is computed in the second one."""
 
@@ -156,7 +154,7 @@ def test_kv_of_another_number_format_is_computed_again(kinds: tuple[str, str], t
     "int8 KV", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("demo", "float32", "bfloat16")),
 ], indirect=True, scope="module")  # fmt: skip
 def test_a_conversation_goes_on_in_another_process(
-    kind: str, expected: tuple[list[int], str], lab: Lab, tmp_path: Path
+    kind: str, expected: tuple[list[int], str], lab: Lab, apart: Apart, tmp_path: Path
 ) -> None:
     """An exported session gives the same bytes in a new process, with its KV and without."""
     paths = [tmp_path / "whole.json", tmp_path / "bare.json"]
@@ -164,11 +162,10 @@ def test_a_conversation_goes_on_in_another_process(
         for path in paths:
             session.export(path, include_kv=path is paths[0])
     assert len(list(tmp_path.iterdir())) == 3
-    done = subprocess.run(
-        [sys.executable, "-m", "support.session_builders", kind, *map(str, paths)], capture_output=True, text=True,
-        check=True, cwd=TESTS,
-    )
-    for line, num_cached in zip(done.stdout.splitlines()[-2:], (NUM_COMPUTED, 0), strict=True):
+    program = "import sys; from support.session_builders import go_on; go_on(*sys.argv[1:])"
+    status, out, err = apart.outcome(program, kind, *map(str, paths))
+    assert status == 0, err
+    for line, num_cached in zip(out.splitlines()[-2:], (NUM_COMPUTED, 0), strict=True):
         assert json.loads(line) == [*expected, num_cached]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,8 +115,9 @@ def second_turn(lab: Lab, session: Session, prompt: list[int] | None = SECOND) -
     return list(output.outputs[0].token_ids), hashlib.sha256(b"".join(rows)).hexdigest(), output.num_cached_tokens
 
 
-if __name__ == "__main__":
-    lab = make_lab(sys.argv[1])
-    for path in sys.argv[2:]:
+def go_on(kind: str, *paths: str) -> None:
+    """Print how the conversation of each exported session goes on."""
+    lab = make_lab(kind)
+    for path in paths:
         print(json.dumps(second_turn(lab, lab.engine.import_session(path))))
         lab.flood()

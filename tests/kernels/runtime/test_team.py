@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -24,6 +22,7 @@ from pagedcore_kernels.cpu.runtime import team_memory as at
 from pagedcore_kernels.cpu.runtime import team_waiting
 from pagedcore_kernels.cpu.runtime.kernel import Kernel, ParameterBlock
 from pagedcore_kernels.cpu.runtime.team import Team, call_numbers
+from support.apart import Apart
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of threads")
 
@@ -205,64 +204,6 @@ def test_helpers_hardly_spin_while_they_lose_their_cores_with_work_in_hand(team:
         count(team, 1, 1)
         wait_until(lambda: num_asleep(team) == 1)
     assert team.counters().spin_ns == 1_000_000
-
-
-NURSERY = """
-import json, os, sys
-import kernels.runtime.test_team
-for line in sys.stdin:
-    words, own = json.loads(line), os.fork()
-    if own == 0:
-        for number, path in enumerate(words[:2], start=1):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), number)
-        break
-    print(os.waitstatus_to_exitcode(os.waitpid(own, 0)[1]), flush=True)
-else:
-    os._exit(0)
-sys.argv[1:] = words[3:]
-exec(compile(words[2], "<program>", "exec"))
-"""
-"""Runs each program that it reads in a fork of itself, which has imported what takes seconds, and ends as any process
-does."""
-
-
-class Apart:
-    """Programs in processes of their own."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._nursery = subprocess.Popen(
-            [sys.executable, "-c", NURSERY], env={**os.environ, "PYTHONPATH": ":".join(sys.path)},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )
-
-    def run(self, code: str, *words: str) -> None:
-        """Run a program, which has to end well; what it says on stderr is in the failure."""
-        assert self.outcome(code, *words)[::2] == (0, "")
-
-    def outcome(self, code: str, *words: str) -> tuple[int, str, str]:
-        """Return exit status, stdout and stderr of a program."""
-        assert self._nursery.stdin is not None
-        assert self._nursery.stdout is not None
-        paths = [self._folder / name for name in ("out", "err")]
-        for path in paths:
-            path.unlink(missing_ok=True)
-        self._nursery.stdin.write(json.dumps([*map(str, paths), code, *words]) + "\n")
-        self._nursery.stdin.flush()
-        status = int(self._nursery.stdout.readline())
-        out, err = (path.read_text() for path in paths)
-        return status, out, err
-
-    def close(self) -> None:
-        """End."""
-        self._nursery.communicate()
-
-
-@pytest.fixture(scope="module")
-def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
-    one = Apart(tmp_path_factory.mktemp("apart"))
-    yield one
-    one.close()
 
 
 class Attributes(ctypes.Structure):
