@@ -19,6 +19,7 @@
       * RequestTimeout (TimeoutError)     the caller's time limit is over; the request was aborted
       * NotPicklable (TypeError)          the program's: an engine cannot go to another process
       * EngineInUse                       the program's: two threads call one Engine at once
+      * CalledFromHook                    the program's: what an engine calls makes a call of it that cannot be there
       * NoEventLoop (RuntimeError)        the program's: it awaits an engine outside of asyncio
       * WeightsIncomplete                 new weights were written in part: load a whole version, or make a new engine
       * EngineAsleep                      the engine has given its memory back: call wake()
@@ -37,7 +38,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
-from typing import Final
+from inspect import currentframe
+from traceback import walk_stack
+from typing import Final, Self
 
 from pagedcore_kernels.errors import InternalError as InternalError
 from pagedcore_kernels.errors import InvalidConfig as InvalidConfig
@@ -49,6 +52,8 @@ from pagedcore_kernels.errors import is_passing as is_passing
 _NAME: Final = re.compile("[A-Za-z_][A-Za-z0-9_]{0,39}")
 _SHOWN: Final = re.compile(r"[^/\\]{0,64}", re.DOTALL)
 _LONGEST_NAME: Final = 64
+_OWN: Final = frozenset({"pagedcore", "contextlib", "pluggy"})
+"""Modules whose functions are no caller's."""
 
 
 def describe_name(name: object) -> str:
@@ -407,6 +412,30 @@ class EngineInUse(PagedcoreError):
             f"engine: thread {caller!r} called it while thread {owner!r} is in a call of it. "
             "An Engine takes one call at a time; use AsyncEngine for callers on several threads."
         )
+
+
+class CalledFromHook(PagedcoreError):
+    """The function ``hook``, which an engine has called, made a ``call`` of it that is impossible there; nothing was
+    done.
+    """
+
+    def __init__(self, call: str, hook: str, advice: str) -> None:
+        self.call, self.hook = call, hook
+        super().__init__(f"{call}: called from {hook}, {advice}")
+
+    @classmethod
+    def here(cls, advice: str) -> Self:
+        """Make the error of the call that is under way in this thread: names are those of its functions."""
+        call, hook = "a call", "a function"
+        for frame, _ in walk_stack(currentframe()):
+            package = frame.f_globals.get("__name__", "").partition(".")[0]
+            if package not in _OWN:
+                hook = frame.f_code.co_qualname
+            elif hook == "a function":
+                call = frame.f_code.co_name
+            elif package != "pluggy":
+                break
+        return cls(call, hook, advice)
 
 
 class NoEventLoop(PagedcoreError, RuntimeError):

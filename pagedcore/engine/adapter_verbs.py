@@ -12,6 +12,7 @@ from pagedcore.config.limits import MAX_ADAPTER_RANK
 from pagedcore.config.memory_budget import BudgetShare, MemoryBudget, parse_memory
 from pagedcore.errors import InvalidAdapter, InvalidConfig
 from pagedcore.execution.machine import free_memory_bytes
+from pagedcore.lora.loader import AdapterLoader
 from pagedcore.lora.registry import AdapterRegistry, ReadAdapter
 from pagedcore.outputs import AdapterInfo
 from pagedcore.protocols import TakesAdapters
@@ -20,7 +21,10 @@ from pagedcore.scheduler.adapter_slots import AdapterSlots
 
 if TYPE_CHECKING:
     from pagedcore.engine.step import StepRunner
+    from pagedcore.errors import AdapterFailed
     from pagedcore.protocols import ModelBackend
+    from pagedcore.requests.output_processor import OutputProcessor
+    from pagedcore.scheduler.scheduler import Scheduler
 
 _MEMORY_SHARE: Final = 0.1
 _DEFAULT_SLOTS: Final = 8
@@ -88,6 +92,20 @@ class LoadsAdapters:
     @abstractmethod
     def _require_open(self) -> None:
         """As ``Engine`` has it."""
+
+
+def make_loader(requests: RequestTable, scheduler: Scheduler, outputs: OutputProcessor) -> AdapterLoader | None:
+    """Make what reads the adapters of an engine's requests; ``None``: it takes none."""
+    registry = requests.adapters
+    if registry.backend is None or not registry.slots.num_slots:
+        return None
+
+    def end_those_of(number: int, error: AdapterFailed) -> None:
+        outputs.end_waiting([one for one in scheduler.waiting if one.adapter == number], error)
+
+    loader = AdapterLoader(registry.backend, registry.slots, registry, requests.clock, end_those_of)
+    registry.in_use, registry.take_out = lambda: set(requests.num_by_adapter), loader.take_out
+    return loader
 
 
 def num_slots_of(config: EngineConfig) -> int:

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, Unpack
 
 from pagedcore.embedding_defaults import Pooling
-from pagedcore.engine.adapter_verbs import LoadsAdapters
+from pagedcore.engine.adapter_verbs import LoadsAdapters, make_loader
 from pagedcore.engine.calibration import calibrate
 from pagedcore.engine.judging import JudgesTexts
 from pagedcore.engine.new_weights import NewWeights, Running, Way, WeightsHolder
@@ -26,18 +27,16 @@ from pagedcore.engine.sleeping import Sleeps
 from pagedcore.engine.step import StepRunner
 from pagedcore.engine.step_report import StepReport
 from pagedcore.engine.wait_log import WaitLog
-from pagedcore.errors import AdapterFailed, EngineClosed, InternalError, NotPicklable
+from pagedcore.errors import EngineClosed, InternalError, NotPicklable
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.lazy_names import delegate
-from pagedcore.lora.loader import AdapterLoader
-from pagedcore.lora.registry import AdapterRegistry
 from pagedcore.outputs import CompletionScore, Delta, Embedding, Explanation, Quote, RequestOutput, WeightsVersion
 from pagedcore.protocols import ChatMessage, Clock, MonotonicClock
 from pagedcore.request_options import NO_OPTIONS, OptionKeywords, read_options
 from pagedcore.requests.embedding import KEYWORDS, Text, TextEncoder, embedding_of, options_at, texts_of
 from pagedcore.requests.infill import Infill
 from pagedcore.requests.input_processor import ProcessedRequest, Prompt, is_single
-from pagedcore.requests.observers import EngineObserver
+from pagedcore.requests.observers import EngineObserver, ToldLater
 from pagedcore.requests.output_processor import OutputProcessor
 from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
@@ -114,7 +113,7 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
             self._calibrate(min(components.info.max_model_len, config.max_num_batched_tokens))
         self.turn_rules = TurnRules(scheduler, self._outputs, self.clock, config.queue_timeout_s)
         """Which requests end before they start; its ``queue_timeout_s`` is for an owner to set."""
-        self._loader = self._adapter_loader(components.adapters)
+        self._loader = make_loader(self.requests, scheduler, self._outputs)
         self._steps = StepRunner(
             scheduler, components.runner, self._transfers, self._outputs, self.turn_rules, self.clock, self._give_up,
             self._loader)
@@ -124,15 +123,15 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
             scheduler, self._transfers, components.store, components.kv_format, KVDirectory(config.disk_kv_dir),
             self.clock, self._steps.change, components.num_short_tokens, *components.states, components.windows)
         self.sessions = SessionStore(
-            self.accept, self._step_or_sleep, self.input_processor, self.requests, parking, components.fingerprint,
-            config.session_secret,
+            self.accept, self._step_or_sleep, self._steps.recover, self.input_processor, self.requests, parking,
+            components.fingerprint, config.session_secret,
         )
         """The open sessions."""
         self.observers = self._outputs.observers
         """What watches it beside the plugins; see ``add_observer``."""
         self.wait_log = WaitLog()
         """What stopped the waiting queue, and when."""
-        self._is_closed, self._closing_reason = False, "this engine is closed"
+        self._is_closed, self._has_stopped, self._closing_reason = False, False, "this engine is closed"
         for one in (*components.observers, *([_recorder(self)] if config.flight_recorder != "off" else [])):
             self.add_observer(one)
         self.hooks.engine_started(components.info)
@@ -144,18 +143,6 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
             # Why: there will be no engine to close.
             self.hooks.at_the_end()
             raise
-
-    def _adapter_loader(self, registry: AdapterRegistry) -> AdapterLoader | None:
-        if registry.backend is None or not registry.slots.num_slots:
-            return None
-
-        def end_those_of(number: int, error: AdapterFailed) -> None:
-            concerned = [one for one in self.scheduler.waiting if one.adapter == number]
-            self._outputs.end_waiting(concerned, error)
-
-        loader = AdapterLoader(registry.backend, registry.slots, registry, self.clock, end_those_of)
-        registry.in_use, registry.take_out = lambda: set(self.requests.num_by_adapter), loader.take_out
-        return loader
 
     @classmethod
     def from_pretrained(cls, model: Any, **settings: Any) -> Engine:
@@ -429,10 +416,16 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         return self.sessions.take_in(self.sessions.read(path, other_weights), options)
 
     def abort_request(self, request_id: str) -> bool:
-        """End a request now and free its blocks; return whether it was live. Raises ``InvalidRequest`` for no text."""
+        """End a request now and free its blocks; return whether it was live. Raises ``InvalidRequest`` for no text.
+
+        Called by what the engine calls amid a step, such as a logits processor, it does so when the step is over.
+        """
+        if (request := self.requests.find(request_id)) is None:
+            return False
+        if self._steps.postpones(request.abort):
+            return not request.is_done
         self._recover()
-        request = self.requests.find(request_id)
-        if request is None or request.is_done:
+        if request.is_done:
             return False
         with self._steps.change(lands=False):
             self._outputs.abort(request)
@@ -459,7 +452,7 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
     def add_observer(self, observer: EngineObserver) -> None:
         """Let an observer watch from now on."""
         self.observers.append(observer)
-        self.scheduler.queues.observers.append(observer)
+        self.scheduler.queues.observers.append(ToldLater(observer, self._outputs.news))
 
     def has_pending_requests(self) -> bool:
         """Whether any request waits or runs, or a step has ended whose outputs are not told."""
@@ -489,11 +482,16 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         Why: for a caller who reads several steps at once. Deltas take 4 % of a small model's step with 64 completions.
         """
         self._require_open()
-        if self.sessions.parking.next_expiry_s < math.inf:
-            self.sessions.parking.expire()
-        if self.requests.sleep_level:
-            # Why: there is no request, and observers would look at blocks that have no memory.
+        # Why around all of it: observers look at what another thread's step would change.
+        with self._steps.exclusive():
+            if self.sessions.parking.next_expiry_s < math.inf:
+                self.sessions.parking.expire()
+            # Why not: there is no request, and observers would look at blocks that have no memory.
+            if not self.requests.sleep_level:
+                self._step()
             return self._outputs.take_untold()
+
+    def _step(self) -> None:
         if is_observed := self.hooks.observes_steps:
             self._report.begin()
         try:
@@ -508,7 +506,6 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
             one.step_ended()
         if plan.rows and is_observed:
             self.hooks.step_done(self._report.describe(plan, self.stats))
-        return self._outputs.take_untold()
 
     def _look_at(self, plan: SchedulePlan) -> None:
         """Note what stops the queue, whether the model failed, and whether nothing was computed for long."""
@@ -592,7 +589,9 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         """Return a snapshot of counters and occupancy."""
         kv_bytes, info, moved = self.components.kv_bytes, self.components.info, self.scheduler.counters
         block_bytes, state_bytes = kv_bytes // info.num_blocks, self.components.states[1]
-        counts, speculation = asdict(self._outputs.counters) | self._adapter_stats(), self.scheduler.speculation
+        counts, speculation = asdict(self._outputs.counters), self.scheduler.speculation
+        if self._loader is not None:
+            counts |= self._loader.statistics()
         for one in self.observers:
             counts.update(one.statistics())
         return EngineStats(
@@ -609,13 +608,6 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
             is_schedule_invariant=info.is_schedule_invariant,
             speculation=(speculation and speculation.trouble) or self.components.speculation,
         )
-
-    def _adapter_stats(self) -> dict[str, int]:
-        if (loader := self._loader) is None:
-            return {}
-        return {"num_adapters": len(loader.registry.names), "num_adapters_in_slots": len(loader.slots.slot_of),
-                "adapter_bytes": loader.slots.num_held_bytes, "num_adapter_loads": loader.num_loads,
-                "num_adapter_failures": loader.num_failures}
 
     @property
     def is_stalled(self) -> bool:
@@ -638,18 +630,24 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
 
     def idle(self) -> bool:
         """Use a moment without work: end helper threads, take memory ahead; return whether there is more of it."""
-        self._runner.idle()
-        return self._transfers.populate(self.scheduler.kv_cache.device)
+        with self._steps.exclusive():
+            self._runner.idle()
+            return self._transfers.populate(self.scheduler.kv_cache.device)
 
     def close(self) -> None:
         """Abort everything and refuse further calls; a second call does nothing."""
-        if self._is_closed:
+        if self._has_stopped:
             return
         with self._steps.exclusive():
+            # Why: an observer of what ends here might bring something new, or raise.
+            self._is_closed = self._steps.is_silent = True
             self.sessions.close()
             self._withdraw(self.requests)
-            self._is_closed = True
-        self.hooks.engine_stopped(self.components.info)
+            self._has_stopped, self._steps.is_silent = True, False
+            try:
+                self._steps.tell()
+            finally:
+                self.hooks.engine_stopped(self.components.info)
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise NotPicklable("an engine")
@@ -661,8 +659,7 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         self.close()
 
     def _accepted(self, request: Request) -> Request:
-        for one in self.observers:
-            one.request_accepted(request)
+        self._outputs.news.extend(partial(one.request_accepted, request) for one in self.observers)
         return request
 
     @contextmanager
@@ -689,7 +686,9 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
 
     def _give_up(self, reason: str) -> None:
         """Close an engine whose queues and blocks are beyond repair: end every request without a look at them."""
-        self._is_closed, self._closing_reason = True, reason
+        if self._has_stopped:
+            return
+        self._is_closed, self._has_stopped, self._closing_reason = True, True, reason
         for request in self.requests:
             for sequence in request.sequences:
                 if sequence.finish_reason is None:

@@ -242,8 +242,8 @@ class NewWeights:
                     with steps.change():
                         self._holder.outputs.end_live(WeightsIncomplete())
                 raise
-            self._name(version)
             table.lacks_weights, self._is_done = False, True
+            self._name(version)
 
     def _next_version(self) -> WeightsVersion:
         return WeightsVersion(next(_numbers), self._label)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from pagedcore.engine.interrupts import CtrlC
 from pagedcore.engine.step_host import BrokenOff, EngineHost
 from pagedcore.engine.steps_ahead import StepsAhead, TokensLost
-from pagedcore.errors import EngineClosed, EngineInUse, EngineOverloaded, InvalidRequest
+from pagedcore.errors import CalledFromHook, EngineClosed, EngineInUse, EngineOverloaded, InvalidRequest
 from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.protocols import Clock
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from pagedcore.lora.loader import AdapterLoader
 
 _NO_PLAN: Final = SchedulePlan()
+_WITHIN: Final = (
+    "while the engine changes what that needs; nothing was done. Make the call after the engine's has returned, or "
+    "from an observer that is told between two changes (docs/plugins.md). abort() may be called anywhere."
+)
 
 
 class StepRunner:
@@ -38,6 +42,8 @@ class StepRunner:
 
     Invariant: after ``run`` the engine is before the step or after it, or else ``is_torn``.
     Invariant: a thread that is refused has changed nothing.
+    Invariant: observers are told while nothing is being changed, so that they may call the engine; what is called
+        within a change is refused.
     """
 
     def __init__(
@@ -55,8 +61,8 @@ class StepRunner:
         self._landed: SchedulePlan | None = None
         """What was in flight and was ended before its time; its outputs are told with the next step."""
         # Why a lock that is never waited for: taking it and finding it taken are one operation.
-        self._lock, self._owner = threading.RLock(), ""
-        self._is_inside = False
+        self._lock, self._owner = threading.RLock(), threading.current_thread()
+        self._is_inside = self.is_silent = False
         self.is_torn = False
         """Whether something is being changed, or broke off and was not undone yet."""
         self.is_stalled = False
@@ -91,21 +97,44 @@ class StepRunner:
             return plan
         try:
             with self._change():
-                return self._run()
+                plan = self._run()
         except MemoryError:
             with self._change():
-                return self._run()
+                plan = self._run()
+        self.tell()
+        return plan
+
+    def tell(self) -> None:
+        """Tell observers what has happened, unless it is silent; what they call may have more to tell, and tells it."""
+        while (news := self._outputs.news) and not self.is_silent:
+            news.popleft()()
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Keep other threads out. Raises ``EngineInUse`` if one is in; this one may come in again."""
+        """Keep other threads out; this one may come in again.
+
+        Raises ``EngineInUse`` if another one is in, and ``CalledFromHook`` within a change.
+        """
         if not self._lock.acquire(blocking=False):
-            raise EngineInUse(self._owner, threading.current_thread().name)
+            raise EngineInUse(self._owner.name, threading.current_thread().name)
         try:
-            self._owner = threading.current_thread().name
-            yield
+            if self._is_inside:
+                raise CalledFromHook.here(_WITHIN)
+            self._owner = threading.current_thread()
+            try:
+                yield
+            finally:
+                # Why again: an interrupt may have kept the end of a change from saying so.
+                self._is_inside = False
         finally:
             self._lock.release()
+
+    def postpones(self, call: Callable[[], object]) -> bool:
+        """Whether this thread is within a change; then the call is made when it is over."""
+        if not self._is_inside or self._owner is not threading.current_thread():
+            return False
+        self._outputs.news.append(call)
+        return True
 
     @contextmanager
     def at_rest(self) -> Iterator[None]:
@@ -114,6 +143,7 @@ class StepRunner:
             self.recover()
             self._land()
             yield
+            self.tell()
 
     @property
     def has_landed(self) -> bool:
@@ -121,13 +151,12 @@ class StepRunner:
         return self._landed is not None
 
     def recover(self) -> None:
-        """Undo what broke off, if anything did and it is over; for use while ``is_torn``.
+        """Undo what broke off, if anything did.
 
-        Raises ``EngineClosed`` if that is impossible, ``EngineInUse`` if another thread makes a change.
+        Raises ``EngineClosed`` if that is impossible, and as ``exclusive``.
         """
         with self.exclusive():
-            if not self._is_inside:
-                self._undo()
+            self._undo()
 
     def forget_computed(self, renew: Callable[[], None]) -> None:
         """Make a change after which nothing that was computed is of use; live requests compute their tokens again.
@@ -157,33 +186,34 @@ class StepRunner:
             if self._ahead is not None:
                 self._ahead.forget()
         except Exception as error:
-            self.is_torn = False
             reason = f"this engine is closed, because a step broke off and could not be undone: {type(error).__name__}"
-            self._give_up(reason)
-            raise EngineClosed(f"{reason}; make a new one.") from error
+            self._end(reason, error, "; make a new one")
         self.is_torn = False
+
+    def _end(self, reason: str, error: Exception, advice: str = "") -> NoReturn:
+        # Why: closing makes changes of its own.
+        self.is_torn = self._is_inside = False
+        self._give_up(reason)
+        raise EngineClosed(f"{reason}{advice}.") from error
 
     @contextmanager
     def change(self, *, lands: bool = True) -> Iterator[None]:
         """Change queues, blocks or requests; whatever breaks that off is undone, and a refusal changes nothing.
 
-        ``lands``: a step in flight is ended first. Raises ``EngineInUse`` as ``exclusive``, and ``EngineClosed`` if the
-        device has failed for good.
+        ``lands``: a step in flight is ended first. Raises as ``exclusive``, and ``EngineClosed`` if the device has
+        failed for good.
         """
         with self.exclusive():
-            if self._is_inside:
-                # Why: a tokenizer or an observer of the user's own may abort a request while a step is made.
+            if lands:
+                self._land()
+            with self._change():
                 yield
-            else:
-                if lands:
-                    self._land()
-                with self._change():
-                    yield
-                    if self._ahead is not None:
-                        self._ahead.leave_if_over()
+                if self._ahead is not None:
+                    self._ahead.leave_if_over()
+            self.tell()
 
     def _land(self) -> None:
-        if self._ahead is None or not self._ahead.is_in_flight or self._is_inside:
+        if self._ahead is None or not self._ahead.is_in_flight:
             return
         with self._runner.floats, self._ctrl_c, self._change():
             try:
@@ -280,8 +310,6 @@ class StepRunner:
 
     def _end_without_device(self, error: Exception) -> NoReturn:
         # Why: every later step would fail too, and so would another engine of this process there.
-        self.is_torn = False
         what = str(error).partition("\n")[0][:300]
         reason = f"this engine is closed, because its device failed for good ({what}): restart the process"
-        self._give_up(reason)
-        raise EngineClosed(f"{reason}.") from error
+        self._end(reason, error)

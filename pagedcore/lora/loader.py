@@ -93,6 +93,12 @@ class AdapterLoader:
             read.error = TimeoutError(f"it was not read within {MAX_ADAPTER_LOAD_S:g} seconds")
             self._end(read)
 
+    def statistics(self) -> dict[str, int]:
+        """Return its part of ``EngineStats``, by field."""
+        return {"num_adapters": len(self.registry.names), "num_adapters_in_slots": len(self.slots.slot_of),
+                "adapter_bytes": self.slots.num_held_bytes, "num_adapter_loads": self.num_loads,
+                "num_adapter_failures": self.num_failures}
+
     def _begin(self, number: int) -> None:
         read = self._reads[number] = _Read(self.registry.by_number(number), self.clock.now())
         thread = threading.Thread(target=self._run, args=(read,), name="pagedcore-adapter", daemon=True)

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pagedcore.scheduler.policy_queues import StepObserver
 
 if TYPE_CHECKING:
     from pagedcore.requests.request import Request
+    from pagedcore.scheduler.plan import SchedulePlan
+    from pagedcore.sequence import Sequence
+
+News = deque[Callable[[], object]]
+"""What observers will be told, oldest first, once nothing is being changed."""
 
 
 class EngineObserver(StepObserver):
-    """Watches one engine, on its thread; each observer overrides what it wants to know."""
+    """Watches one engine, on its thread; each observer overrides what it wants to know.
+
+    It is told between two changes, and may call the engine; but ``request_comes`` is told within one.
+    """
 
     def request_comes(self, request: Request) -> None:
-        """Look at a request that is about to wait, whose sequences are in no queue yet."""
+        """Look at a request that is about to wait, whose sequences are in no queue yet; the engine may not be called
+        but for ``abort``, which it then carries out when the request waits.
+        """
 
     def request_accepted(self, request: Request) -> None:
         """Note a request whose turn has begun, with its sequences."""
@@ -38,3 +50,18 @@ class EngineObserver(StepObserver):
     def statistics(self) -> Mapping[str, int]:
         """Return its part of ``EngineStats``, by field."""
         return {}
+
+
+class ToldLater(StepObserver):
+    """Tells an observer what the scheduler, amid its work, has to say."""
+
+    def __init__(self, observer: EngineObserver, news: News) -> None:
+        self._observer, self._news = observer, news
+
+    def step_timed(self, plan: SchedulePlan, seconds: float) -> None:
+        """As the observer's."""
+        self._news.append(partial(self._observer.step_timed, plan, seconds))
+
+    def completion_ended(self, sequence: Sequence) -> None:
+        """As the observer's."""
+        self._news.append(partial(self._observer.completion_ended, sequence))

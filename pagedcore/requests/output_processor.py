@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as ListOf
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from pagedcore.errors import (
@@ -22,7 +23,7 @@ from pagedcore.outputs import FinishReason, RequestOutput
 from pagedcore.protocols import Clock, Tokenizer
 from pagedcore.requests.beam_search import Hypothesis
 from pagedcore.requests.candidate_groups import Branch, CandidateGroup, CandidateGroups
-from pagedcore.requests.observers import EngineObserver
+from pagedcore.requests.observers import EngineObserver, News
 from pagedcore.requests.pending_output import PendingOutput
 from pagedcore.requests.request import Request
 from pagedcore.requests.stats import Counters
@@ -70,6 +71,8 @@ class OutputProcessor:
         self.counters = Counters()
         self.observers: list[EngineObserver] = []
         """What watches the engine beside the plugins."""
+        self.news = News()
+        """What these and the plugins will be told; nothing that is undone takes any of it back."""
         self._pending: list[PendingOutput] = []
         """What was given output that no caller has been told of, in order."""
         self._num_settled = 0
@@ -424,10 +427,10 @@ class OutputProcessor:
             if request.is_done:
                 request.metrics = replace(request.metrics, finished_s=self._clock.now())
                 self.counters.note_finished(request)
-                for one in self.observers:
-                    one.request_ended(request)
+                self.news.extend(partial(one.request_ended, request) for one in self.observers)
                 if self._observer.observes_requests:
-                    self._observer.request_finished(self.output_of(request), request.context)
+                    output = self.output_of(request)
+                    self.news.append(partial(self._observer.request_finished, output, request.context))
 
 
 def _failure_of(error: Exception) -> Exception:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -321,8 +322,7 @@ class RequestTable:
     def _forget(self, request: Request) -> None:
         for sequence in (*request.sequences, *request.dropped):
             self.outputs.remove_text(sequence)
-        for one in self.outputs.observers:
-            one.request_ended(request)
+        self.outputs.news.extend(partial(one.request_ended, request) for one in self.outputs.observers)
         self._labels.discard((request.options.salt, request.options.request_id))
         self._by_id.pop(request.request_id, None)
         if request.adapter is not None:

@@ -40,7 +40,7 @@ from pagedcore.serving.async_weights import AsyncNewWeights
 from pagedcore.serving.commands import Commands, Places
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
 from pagedcore.serving.health import Health, watch
-from pagedcore.serving.host_program import running_loop, warn_of_gevent
+from pagedcore.serving.host_program import EngineThread, require_other_thread, running_loop, warn_of_gevent
 from pagedcore.serving.long_prompts import LongPrompts, is_long, is_structured
 from pagedcore.serving.stream import AwaitableFuture, CompletionFuture, OutputSink, Stream, StreamReader
 
@@ -106,7 +106,7 @@ class AsyncEngine(
         self._progress = worker.progress
         # Why: this thread has built the engine; its helpers would slow down those of the engine's own.
         engine.idle()
-        self._thread = threading.Thread(target=worker.run, name="pagedcore-engine", daemon=True)
+        self._thread = EngineThread(target=worker.run, name="pagedcore-engine", daemon=True)
         watchdog = threading.Thread(
             target=watch, args=(worker.progress, worker.is_over, dead_after_s, worker.give_up),
             name="pagedcore-watchdog", daemon=True,
@@ -190,7 +190,10 @@ class AsyncEngine(
         self, prompt: Prompt, params: SamplingParams | None = None, *, timeout_s: float | None = None,
         wait_for_room: bool = False, **options: Unpack[OptionKeywords],
     ) -> Generator[Delta, None, None]:
-        """Do the same without an event loop: a plain generator that blocks this thread. Raises as ``generate``."""
+        """Do the same without an event loop: a plain generator that blocks this thread. Raises as ``generate``, and
+        ``CalledFromHook`` on the engine's own thread.
+        """
+        require_other_thread(self._thread)
         reader = self._open(prompt, params, options, timeout_s, wait_for_room)
         try:
             yield from reader
@@ -359,7 +362,7 @@ class AsyncEngine(
         self, prepare: Callable[[], ProcessedRequest], prompt: Prompt, params: SamplingParams | None, owner: bytes,
         may_wait: bool,
     ) -> AwaitableFuture[RequestOutput]:
-        sink, commands = CompletionFuture[RequestOutput](), self._commands
+        sink, commands = CompletionFuture[RequestOutput](self._thread), self._commands
         self._accept(prepare, prompt, params, owner, sink, may_wait)
         sink.future.add_done_callback(lambda future: commands.abort(sink) if future.cancelled() else None)
         return sink.future
@@ -402,7 +405,7 @@ class AsyncEngine(
 
     def send(self, function: Callable[[Engine], _T]) -> Future[_T]:
         """Do the same without waiting for it, from any thread. Raises ``EngineClosed`` if the engine is closed."""
-        result = CompletionFuture[_T]()
+        result = CompletionFuture[_T](self._thread)
         self._commands.put(lambda worker: worker.call(function, result), result)
         return result.future
 

@@ -23,7 +23,7 @@ from typing import Any, Final, Generic, TypeVar
 from pagedcore.errors import ForkedProcess, RequestTimeout
 from pagedcore.outputs import Delta, RequestOutput
 from pagedcore.protocols import MonotonicClock
-from pagedcore.serving.host_program import running_loop
+from pagedcore.serving.host_program import require_other_thread, running_loop
 
 _log: Final = logging.getLogger("pagedcore")
 _T = TypeVar("_T")
@@ -105,8 +105,9 @@ class CompletionFuture(Generic[_T]):
     Invariant: the future is settled once, with a result or an error, unless its owner cancelled it first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, settler: threading.Thread | None = None) -> None:
         self.future = AwaitableFuture[_T]()
+        self.future.settler = settler
         self._settling = threading.Lock()
 
     @property
@@ -138,6 +139,9 @@ class AwaitableFuture(Future[_T]):
     themselves: ``Future`` guards its own thread against ``Exception``.
     """
 
+    settler: threading.Thread | None = None
+    """The thread that settles it, which is not to wait for it."""
+
     def __await__(self) -> Generator[Any, None, _T]:
         return asyncio.wrap_future(self).__await__()
 
@@ -153,6 +157,8 @@ class AwaitableFuture(Future[_T]):
 
     @contextmanager
     def _cancelled_if_broken_off(self) -> Iterator[None]:
+        if not self.done():
+            require_other_thread(self.settler)
         try:
             yield
         except Exception:

@@ -175,6 +175,7 @@ class Session(AbstractContextManager["Session"]):
 
     def close(self) -> None:
         """Abort a turn that is under way, and free everything; a second call does nothing."""
+        self._store.recover()
         self._is_closed = True
         if self._request is not None and self in self._store.sessions:
             self._store.parking.free_kv(self._request.sequences[0])
@@ -316,6 +317,7 @@ class Session(AbstractContextManager["Session"]):
     def _require_open(self, what: str) -> Sequence | None:
         if self._is_closed:
             raise SessionStateError(what, "closed", "open", "Open a new session, or import an exported one.")
+        self._store.recover()
         self._store.parking.directory.require_process()
         return self._request.sequences[0] if self._request is not None else None
 
@@ -335,6 +337,8 @@ class SessionStore:
 
     accept: Callable[[ProcessedRequest], Request]
     step: Callable[[], list[PendingOutput]]
+    recover: Callable[[], None]
+    """Undoes what broke off, and raises where the engine may not be called."""
     input_processor: InputProcessor
     requests: RequestTable
     parking: Parking

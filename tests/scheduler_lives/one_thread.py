@@ -211,6 +211,7 @@ def one_thread(turns: Turns) -> Iterator[list[SimThread]]:
     gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(async_engine, "threading", threading_of_engine)
+        patch.setattr(async_engine, "EngineThread", make_thread)
         patch.setattr(commands, "CommandQueue", lambda: SimQueue(turns))
         patch.setattr(long_prompts, "ThreadPoolExecutor", lambda *_, **__: SimExecutor(turns))
         patch.setattr(MonotonicClock, "now", staticmethod(turns.clock.now))
