@@ -1,7 +1,8 @@
 """Everything in a decoder layer that is neither a matrix product nor attention, on NVIDIA GPUs.
 
-Owns the objects that launch the kernels of ``device/rms_norm.py``, ``gated.py`` and ``rotate.py``, and what they check
-first. They compute what the CPU's objects of the same names do, with the same roundings; they never see a model.
+Owns the objects that launch the kernels of ``device/rms_norm.py``, ``gated.py``, ``rotate.py`` and ``quantize.py``,
+and what they check first. The first three compute what the CPU's objects of the same names do, with the same roundings;
+they never see a model.
 
 Invariant: the bits of a row depend on that row and the weights alone.
 Invariant: a call is one launch on the stream that ``driver.begin_step`` noted; nothing waits.
@@ -14,7 +15,14 @@ from typing import Final
 
 import torch
 
-from pagedcore_kernels.cuda.build.variants import ACTIVATIONS, gated_name, needed_capability, norm_name, rotate_name
+from pagedcore_kernels.cuda.build.variants import (
+    ACTIVATIONS,
+    gated_name,
+    needed_capability,
+    norm_name,
+    quantize_name,
+    rotate_name,
+)
 from pagedcore_kernels.cuda.driver import Driver
 from pagedcore_kernels.cuda.formats import FORMATS, check_kernel_layout, layer_views
 from pagedcore_kernels.cuda.shapes import GATED_VECTORS, NORM_VECTORS, ROW_THREADS, Format
@@ -107,6 +115,40 @@ class GatedActivation:
             self._driver.launch(self._name, _ctas(num_vectors, ROW_THREADS * GATED_VECTORS), (
                 gate_up, out, size // _VECTOR, num_vectors,
             ))
+
+
+class RowQuantizer:
+    """Rows in e4m3 with a scale for each.
+
+    Args:
+        dtype: of the rows, bfloat16 or float16.
+        driver: the GPU, of compute capability 8.9 or newer.
+
+    Raises:
+        InvalidConfig: there is no such kernel.
+    """
+
+    def __init__(self, dtype: torch.dtype, driver: Driver) -> None:
+        if driver.capability < needed_capability(Format.E4M3):
+            raise InvalidConfig("rows in e4m3: this GPU has no instructions for them, needed is sm_89 or newer.")
+        self._driver = driver
+        self._name = quantize_name(_storage(dtype))
+        self._like = torch.empty(0, dtype=dtype, device=driver.device)
+        driver.prepare(self._name)
+
+    def __call__(self, rows: torch.Tensor, scale: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the codes [T, size] of rows [T, size], contiguous, and their scales, float32 [T, 1].
+
+        A scale is a 448th of its row's largest magnitude, or the one that is given if it is not 0. A row with an
+        infinity or a NaN has the scale NaN.
+        """
+        num_rows, size = rows.shape
+        _check_rows("rows", rows, (num_rows, size), self._like)
+        codes = torch.empty_like(rows, dtype=torch.float8_e4m3fn)
+        scales = rows.new_empty(num_rows, 1, dtype=torch.float32)
+        if num_rows:
+            self._driver.launch(self._name, num_rows, (rows, codes, scales, size // _VECTOR, scale))
+        return codes, scales
 
 
 class RotaryEmbedding:

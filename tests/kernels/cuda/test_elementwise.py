@@ -13,7 +13,7 @@ import torch
 from kernels.cuda.simulated_driver import SimulatedDriver
 from pagedcore.errors import InternalError, InvalidConfig
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
-from pagedcore_kernels.cuda.elementwise import GatedActivation, RmsNorm, RotaryEmbedding
+from pagedcore_kernels.cuda.elementwise import GatedActivation, RmsNorm, RotaryEmbedding, RowQuantizer
 from pagedcore_kernels.layout import LayerShape, ScaledKVLayout, TokenMajorLayout
 from pagedcore_kernels.reference import ReferenceAttention
 
@@ -127,6 +127,48 @@ def test_activation_of_extremes(name: str) -> None:
     assert abs(out[0, 2]) < 1e-30
     assert out[0, 5:7].tolist() == [0, torch.inf]
     assert out.isnan().nonzero().tolist() == [[0, 4]]
+
+
+@pytest.mark.parametrize("arch", ["sm_90", *(
+    pytest.param(one, marks=pytest.mark.kernels) for one in ("sm_89", "sm_100", "sm_120"))])
+@pytest.mark.parametrize(("dtype", "size", "given"), [
+    (BF16, 904, 0.0), (F16, 16, 0.0), (BF16, 4112, 0.013), pytest.param(F16, 14336, 0.0, marks=pytest.mark.kernels)])
+def test_rows_in_e4m3(arch: str, dtype: torch.dtype, size: int, given: float) -> None:
+    """The scale is the given one, or exactly a 448th of the row's largest magnitude; a code is the number of e4m3
+    nearest to what is exact, at most half a step away; a row is quantised alone as in company; nothing beyond is read
+    or written.
+    """
+    rows = random_rows(0, 5, size, dtype=dtype) * torch.tensor([[1.0], [300.0], [1e-3], [0.0], [5.0]], dtype=dtype)
+    quantize = RowQuantizer(dtype, SimulatedDriver(arch, check_races=True))
+    codes, scales = quantize(rows, given)
+    largest = np.abs(double(rows)).max(1, keepdims=True)
+    expected = np.full((5, 1), np.float32(given)) if given else (largest / 448).astype(np.float32)
+    assert np.array_equal(scales.numpy(), expected)
+    exact = np.clip(np.divide(double(rows), double(scales), out=np.zeros(rows.shape), where=expected > 0), -448, 448)
+    steps = 2.0 ** np.maximum(np.floor(np.log2(np.maximum(np.abs(exact), 1e-9))) - 3, -9)
+    assert (np.abs(double(codes) - exact) <= steps / 2 * (1 + 1e-6)).all()
+    alone = quantize(rows[4:], given)
+    assert torch.equal(alone[0].view(torch.uint8), codes[4:].view(torch.uint8))
+    assert torch.equal(alone[1], scales[4:])
+    assert quantize(rows[:0])[0].shape == (0, size)
+
+
+@pytest.mark.parametrize("given", [0.0, 0.5])
+def test_a_row_that_is_not_finite_spoils_itself_alone(given: float) -> None:
+    """Its codes are 0 and its scale NaN, whichever is given. Rows of a broken vector, and GPUs without the format, are
+    refused.
+    """
+    rows, quantize = random_rows(0, 3, 264, dtype=BF16), RowQuantizer(BF16, SimulatedDriver(check_races=True))
+    whole = quantize(rows, given)
+    rows[0, 263], rows[1, 0] = torch.inf, torch.nan
+    codes, scales = quantize(rows, given)
+    assert not codes[:2].view(torch.uint8).any()
+    assert scales.isnan().flatten().tolist() == [True, True, False]
+    assert torch.equal(codes[2].view(torch.uint8), whole[0][2].view(torch.uint8))
+    with pytest.raises(InternalError, match="rows of 12 elements"):
+        quantize(torch.zeros(1, 12, dtype=BF16))
+    with pytest.raises(InvalidConfig, match="needed is sm_89"):
+        RowQuantizer(BF16, SimulatedDriver("sm_86"))
 
 
 def make_angles(num_positions: int, size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -11,7 +11,7 @@ from kernels.cuda import simulated_driver
 from kernels.cuda.cuda_cases import Case, relative_error
 from pagedcore_kernels.cpu.sampling.samplers import sampling_rows
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
-from pagedcore_kernels.cuda.elementwise import RmsNorm
+from pagedcore_kernels.cuda.elementwise import RmsNorm, RowQuantizer
 from pagedcore_kernels.cuda.sampling import TokenSampler
 from pagedcore_ptxsim import PtxFault, mutants
 
@@ -52,6 +52,13 @@ def norm_of_rows(driver: simulated_driver.SimulatedDriver) -> torch.Tensor:
     return out
 
 
+def codes_of_rows(driver: simulated_driver.SimulatedDriver) -> torch.Tensor:
+    """Codes of rows whose largest number is in another warp each."""
+    rows = torch.randn(3, 2048, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    rows[0, 100], rows[1, 900], rows[2, 2000] = 50, 60, 70
+    return RowQuantizer(torch.bfloat16, driver)(rows)[0].view(torch.uint8)
+
+
 def sampled_tokens(driver: simulated_driver.SimulatedDriver) -> torch.Tensor:
     """Tokens of rows that take every path: gathered and not, many equal logits, one level of narrowing and two."""
     logits = np.random.default_rng(0).standard_normal((6, 9000)).astype(np.float32)
@@ -63,7 +70,7 @@ def sampled_tokens(driver: simulated_driver.SimulatedDriver) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "run", "num_barriers"), [
-    ("norm-bf16-1", norm_of_rows, 1), ("sample", sampled_tokens, 6),
+    ("norm-bf16-1", norm_of_rows, 1), ("quantize-bf16", codes_of_rows, 1), ("sample", sampled_tokens, 6),
 ])
 def test_a_kernel_of_rows_without_a_barrier_is_noticed(name, run, num_barriers, monkeypatch):
     """The race detector or the result notices each barrier that is gone."""

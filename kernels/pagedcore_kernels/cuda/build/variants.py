@@ -31,6 +31,7 @@ ROTATE_PARAMETERS: Final = "QQQQQQQQQQQIIIIIIIIIIIIIIIf"
 """10 addresses, the bytes from block to block, and the sizes that ``device/rotate.py`` names."""
 NORM_PARAMETERS: Final = "QQQQiif"
 GATED_PARAMETERS: Final = "QQII"
+QUANTIZE_PARAMETERS: Final = "QQQif"
 SAMPLE_PARAMETERS: Final = "QQQQi"
 
 HEAD_SIZES: Final = (64, 80, 96, 128, 256)
@@ -83,6 +84,11 @@ def gated_name(storage: Format, activation: str) -> str:
     return f"gated-{storage.value}-{activation}"
 
 
+def quantize_name(storage: Format) -> str:
+    """The name of the kernel that makes rows of e4m3."""
+    return f"quantize-{storage.value}"
+
+
 SAMPLE_NAME: Final = "sample"
 ACTIVATIONS: Final = ("silu", "gelu_tanh")
 
@@ -114,6 +120,8 @@ def shipped_names(capability: tuple[int, int]) -> list[str]:
         names += [f"norm-{query.value}-{vectors}" for vectors in NORM_VECTORS]
         names += [gated_name(query, activation) for activation in ACTIVATIONS]
         # Why not with float16: models are loaded in bfloat16, and what else is needed is compiled then.
+        if query is Format.BF16 and capability >= needed_capability(Format.E4M3):
+            names.append(quantize_name(query))
         for pool in (query, Format.E4M3, Format.INT8) if query is Format.BF16 else (query,):
             if capability >= needed_capability(pool):
                 names += [rotate_name(query, pool, interleaved) for interleaved in (False, True)]
@@ -131,7 +139,7 @@ def supports(pool: Format, key_size: int, value_size: int) -> bool:
 
 
 def needed_capability(pool: Format) -> tuple[int, int]:
-    """The first compute capability with the instructions for a pool's format."""
+    """The first compute capability with the instructions for a format of pools, or of rows."""
     return (8, 9) if pool is Format.E4M3 else (8, 0)
 
 
@@ -179,6 +187,13 @@ def _make_gated(details: Sequence[str]) -> Source:
     return Source(gated_kernel(Format(storage), activation), GATED_PARAMETERS, ROW_THREADS, 0, 4)
 
 
+def _make_quantize(details: Sequence[str]) -> Source:
+    from pagedcore_kernels.cuda.device.quantize import quantize_kernel
+
+    (storage,) = details
+    return Source(quantize_kernel(Format(storage)), QUANTIZE_PARAMETERS, ROW_THREADS, 0, 4)
+
+
 def _make_sample(details: Sequence[str]) -> Source:
     from pagedcore_kernels.cuda.device.sample import sample_kernel
 
@@ -189,9 +204,11 @@ def _make_sample(details: Sequence[str]) -> Source:
 _MAKERS: Final[dict[str, Callable[[Sequence[str]], Source]]] = {
     "decode": _make_decode, "prefill": _make_prefill,
     f"prefill{HALF_PREFILL}": partial(_make_prefill, rows=HALF_PREFILL),
-    "rotate": _make_rotate, "norm": _make_norm, "gated": _make_gated, "sample": _make_sample,
+    "rotate": _make_rotate, "norm": _make_norm, "gated": _make_gated, "quantize": _make_quantize,
+    "sample": _make_sample,
 }
 _PARAMETERS: Final = {
     "decode": ATTENTION_PARAMETERS, "prefill": ATTENTION_PARAMETERS, f"prefill{HALF_PREFILL}": ATTENTION_PARAMETERS,
-    "rotate": ROTATE_PARAMETERS, "norm": NORM_PARAMETERS, "gated": GATED_PARAMETERS, "sample": SAMPLE_PARAMETERS,
+    "rotate": ROTATE_PARAMETERS, "norm": NORM_PARAMETERS, "gated": GATED_PARAMETERS,
+    "quantize": QUANTIZE_PARAMETERS, "sample": SAMPLE_PARAMETERS,
 }

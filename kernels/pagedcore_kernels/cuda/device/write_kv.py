@@ -15,13 +15,13 @@ from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import pair_unpackers
 from pagedcore_kernels.cuda.shapes import LARGEST, Format
 
-_INFINITY = 0x7F800000
-_NAN = 0x7FC00000
-_SMALLEST = 2.0**-100
+INFINITY = 0x7F800000
+NAN = 0x7FC00000
+SMALLEST = 2.0**-100
 """A row whose magnitudes are below this is all zeros: the inverse of its scale would not be finite."""
 
 
-def _quantiser(pool: Format) -> Any:
+def quantiser(pool: Format) -> Any:
     """The function that makes one word of four 8-bit elements from four floats that were divided by their scale."""
 
     @cuda.jit(device=True, inline="always")
@@ -64,7 +64,7 @@ def row_store(source: Format, pool: Format) -> Any:
     """The function that stores a lane's two vectors of a row, and the row's scale if there is one."""
     SCALED = pool.itemsize == 1
     MOST = LARGEST.get(pool, 1.0)
-    quantise = _quantiser(pool)
+    quantise = quantiser(pool)
     low, high = pair_unpackers(source)
 
     @cuda.jit(device=True, inline="always")
@@ -83,13 +83,13 @@ def row_store(source: Format, pool: Format) -> Any:
         """Store ``x`` in slot ``within`` of a block whose K or V of this layer begin at ``page``."""
         if SCALED:
             base = page + u64(u32(u32(head << u32(block_shift)) * u32(u32(size) + u32(4))))
-            is_finite = largest < u32(_INFINITY)
-            is_used = is_finite and ptx.as_f32(largest) >= f32(_SMALLEST)
+            is_finite = largest < u32(INFINITY)
+            is_used = is_finite and ptx.as_f32(largest) >= f32(SMALLEST)
             factor = ptx.fdiv(f32(MOST), ptx.as_f32(largest)) if is_used else f32(0)
             if is_first:
                 scale = ptx.fdiv(ptx.as_f32(largest), f32(MOST)) if is_used else f32(0)
                 place = u32((u32(size) << u32(block_shift)) + u32(within << u32(2)))
-                ptx.stg32(base + u64(place), ptx.as_u32(scale) if is_finite else u32(_NAN))
+                ptx.stg32(base + u64(place), ptx.as_u32(scale) if is_finite else u32(NAN))
             for i in range(8):
                 x[i] = x[i] if is_finite else u32(0)
             for half in range(2):
