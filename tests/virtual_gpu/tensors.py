@@ -128,6 +128,8 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
     if name == "aten::_pin_memory":
         raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
     index = _device_of(name, flat, tensors, kwargs)
+    if name == "aten::_scaled_mm":
+        _check_scaled(*args, **kwargs)
     if name in _EMPTY:
         like = _results_like(func, args, {**kwargs, "device": torch.device("meta")})[0]
         return new(index, like.size(), like.stride(), like.dtype, is_poisoned=True)
@@ -138,6 +140,38 @@ def dispatch(func: Any, args: Any, kwargs: Any) -> Any:
             return queued(func, args, kwargs, index)
         return _at_once(func, args, kwargs, index)
     return queued(func, args, kwargs, index)
+
+
+def _check_scaled(
+    first: Any, second: Any, scale_a: Any, scale_b: Any, bias: Any = None, scale_result: Any = None,
+    out_dtype: Any = None, use_fast_accum: bool = False,
+) -> None:
+    """The rules of a scaled product of FP8 on a GPU, those of one scale and of a scale for each row; ATen's
+    ``ScaledBlas.cpp`` has them, which has blocks too.
+    """
+    (rows, depth), columns, capability = first.shape, second.shape[1], in_use().capability
+    is_whole, out_dtype = scale_a.numel() == scale_b.numel() == 1, out_dtype or first.dtype
+    by_rows = (tuple(scale_a.shape), tuple(scale_b.shape)) == ((rows, 1), (1, columns))
+    formats = {torch.float8_e4m3fn, torch.float8_e5m2}
+    torch._check(capability >= (8, 9), lambda: "torch._scaled_mm is only supported on CUDA devices with compute "
+                 "capability >= 9.0 or 8.9, or ROCm MI300+")
+    torch._check(depth == second.shape[0], lambda: "mat1 and mat2 shapes cannot be multiplied")
+    torch._check({first.dtype, second.dtype} <= formats and torch.float8_e4m3fn in (first.dtype, second.dtype),
+                 lambda: f"Expected mat1 and mat2 to be Float8, one of them e4m3, got {first.dtype}, {second.dtype}")
+    torch._check(scale_a.dtype == scale_b.dtype == torch.float32 and (is_whole or (by_rows and scale_b.is_contiguous()
+                 and scale_a.is_contiguous())), lambda: "Invalid scaling configuration.")
+    torch._check(depth % 16 == 0, lambda: "Expected trailing dimension of mat1 to be divisible by 16")
+    torch._check(columns % 16 == 0, lambda: f"mat2 shape ({depth}x{columns}) must be divisible by 16")
+    torch._check(first.stride(1) == 1 and first.stride(0) >= depth and second.stride(0) == 1
+                 and second.stride(1) >= depth, lambda: "Only multiplication of row-major and column-major matrices is "
+                 "supported by cuBLASLt")
+    torch._check(out_dtype in (torch.bfloat16, torch.float16, torch.float32) or (is_whole and out_dtype in formats),
+                 lambda: "Only bf16, fp16, and fp32 high precision output types are supported for row-wise scaling.")
+    torch._check(bias is None or (bias.numel() == columns and bias.dtype == out_dtype != torch.float32),
+                 lambda: f"Bias must be of {columns} numbers and the output's type, which is not Float32")
+    torch._check(scale_result is None, lambda: "scale_result must be a float scalar")
+    aligned = [first, second, *([] if bias is None else [bias])]
+    torch._check(not any(one.data_ptr() % 16 for one in aligned), lambda: "CUBLAS_STATUS_NOT_SUPPORTED")
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -231,3 +232,59 @@ def test_torch_is_as_it_was() -> None:
         torch.empty(1, device="cuda")
     with torch.device("meta"):
         assert torch.nn.Linear(2, 2).weight.device.type == "meta"
+
+
+E4M3, E5M2, BF16, F32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
+
+
+def scaled_product(
+    *, rows: int = 3, depth: int = 32, columns: int = 16, formats: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
+    scales: tuple[tuple[int, ...], tuple[int, ...]] | None = None, scale_dtype: torch.dtype = F32,
+    turned: bool = True, out_dtype: torch.dtype = BF16, bias_dtype: torch.dtype | None = None, **more: Any,
+) -> torch.Tensor:
+    """A product of FP8 on a GPU, as torch has it."""
+    first = torch.ones(rows, depth, device="cuda").to(formats[0])
+    second = torch.ones(columns, depth, device="cuda").to(formats[1]).t()
+    second = second if turned else second.contiguous()
+    scale_a, scale_b = (torch.full(one, 0.5, device="cuda", dtype=scale_dtype)
+                        for one in scales or ((rows, 1), (1, columns)))
+    bias = None if bias_dtype is None else torch.ones(columns, device="cuda", dtype=bias_dtype)
+    return torch._scaled_mm(first, second, scale_a, scale_b, bias=bias, out_dtype=out_dtype, **more)
+
+
+@pytest.mark.parametrize("more", [
+    {}, {"bias_dtype": BF16}, {"scales": ((1,), (1,))}, {"rows": 1, "use_fast_accum": True},
+    {"formats": (E5M2, E4M3)}, {"bias_dtype": torch.float16, "out_dtype": torch.float16},
+])
+def test_a_scaled_product_is_one_operation(more: dict[str, Any], gpus: Machine) -> None:
+    """It is queued like others, can be recorded, and has a scale for each row and column, or one for all."""
+    before, graph = gpus.counts["waits"], torch.cuda.CUDAGraph()
+    gpus.trace = []
+    found = scaled_product(**more)
+    assert gpus.trace.count("aten::_scaled_mm") == 1
+    gpus.trace = None
+    assert gpus.counts["waits"] == before
+    assert found.tolist() == [[32 / 4 + ("bias_dtype" in more)] * 16] * len(found)
+    values, scale = torch.ones(16, 16, device="cuda").to(E4M3), torch.ones(1, device="cuda")
+    with torch.cuda.graph(graph):
+        recorded = torch._scaled_mm(values, values.t(), scale, scale, out_dtype=BF16)
+    graph.replay()
+    assert recorded[0].tolist() == [16.0] * 16
+
+
+@pytest.mark.parametrize(("capability", "more", "said"), [
+    ((8, 6), {}, "compute capability >= 9.0 or 8.9"), ((9, 0), {"depth": 24}, "mat1 to be divisible by 16"),
+    ((8, 9), {"columns": 24}, "must be divisible by 16"), ((9, 0), {"formats": (E5M2, E5M2)}, "one of them e4m3"),
+    ((9, 0), {"formats": (BF16, E4M3)}, "to be Float8"), ((10, 0), {"turned": False}, "row-major and column-major"),
+    ((9, 0), {"scales": ((3,), (16,))}, "scaling conf"), ((9, 0), {"scales": ((1,), (1, 16))}, "scaling conf"),
+    ((9, 0), {"scale_dtype": BF16}, "scaling conf"), ((9, 0), {"out_dtype": E4M3}, "high precision output"),
+    ((9, 0), {"bias_dtype": torch.float16}, "Bias must"),
+    ((9, 0), {"bias_dtype": F32, "out_dtype": F32}, "Bias must"),
+])
+def test_a_scaled_product_has_rules(
+    capability: tuple[int, int], more: dict[str, Any], said: str, gpus: Machine
+) -> None:
+    """Other GPUs, formats, sizes, layouts, scales and biases are errors, as they are where hardware is."""
+    gpus.capability = capability
+    with pytest.raises(RuntimeError, match=said):
+        scaled_product(**more)
