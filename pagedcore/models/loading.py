@@ -339,6 +339,7 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
     from pagedcore.models.checkpoints.quantized import load_stored
     from pagedcore.models.checkpoints.text_models import language_model_of
     from pagedcore.models.checkpoints.unloaded_weights import require_loaded
+    from pagedcore.models.linears.float8_linear import why_no_float8
     from pagedcore.models.linears.int8_rows import take_int8_rows
 
     dtype, trust = device.default_dtype if config.dtype == "auto" else config.dtype, config.trust_remote_code
@@ -346,10 +347,11 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
         number_format, is_quick = computing_dtype(dtype, device.kind), device.kind == "cpu"
         if isinstance(stored, FP8):
             # Why: what other factories do not take stays a tensor.
-            stored = replace(stored, is_late=is_quick and config.linear_backend == "auto")
+            stored = replace(stored, is_late=is_quick and config.linear_backend == "auto",
+                             may_stay=device.kind != "cpu" and not why_no_float8(device.torch_device))
         model = load_stored(model, stored, number_format, trust_remote_code=trust, is_quick=is_quick)
         if device.kind != "cpu":
-            _decode(model, stored.scheme, device)
+            _decode(model, stored, device)
         elif stored.scheme not in ("none", quantization):
             take_int8_rows(model, quantization)
         return model
@@ -370,17 +372,24 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
     return model
 
 
-def _decode(model: Any, scheme: str, device: Device) -> None:
-    """Make numbers of the quantised weights of a model, and say so."""
+def _decode(model: Any, stored: StoredFormat, device: Device) -> None:
+    """Make numbers of the quantised weights of a model, but for those in e4m3 that the device multiplies; say so."""
+    from pagedcore.models.checkpoints.fp8 import FP8
     from pagedcore.models.families.model_facts import format_and_device
     from pagedcore.models.linears.decoded_weights import decode_weights
+    from pagedcore.models.linears.float8_linear import keep_float8, why_no_float8
 
+    is_fp8, reasons = isinstance(stored, FP8), [f"there is no product of them on {device.kind}"]
+    if isinstance(stored, FP8):
+        num_kept, reasons = keep_float8(model) if stored.may_stay else (0, [why_no_float8(device.torch_device)])
+        if num_kept:
+            _log.info("%d linear layers stay in e4m3; their rows become e4m3 too, with a scale each.", num_kept)
     decode_weights(model)
-    if scheme != "none":
+    if reasons and (is_fp8 or stored.scheme != "none"):
         _log.warning(
-            "The quantised weights (%s) are decoded to %s: there is no product of them on %s, so that they take the "
-            "memory and the time of numbers.",
-            scheme, str(format_and_device(model)[0]).removeprefix("torch."), device.kind,
+            "The quantised weights (%s) are decoded to %s: %s, so that they take the memory and the time of numbers.",
+            "FP8" if is_fp8 else stored.scheme, str(format_and_device(model)[0]).removeprefix("torch."),
+            "; ".join(reasons),
         )  # fmt: skip
 
 

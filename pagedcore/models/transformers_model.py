@@ -551,7 +551,7 @@ class TransformersModel:
     def _find_variable_part(self, is_reproducible: bool) -> str:
         products, others = self._decoder.products, self._decoder.other_matrices
         if self._device.kind != "cpu" and self._decoder.torch_products:
-            return describe_products(self._model, self._decoder.torch_products, is_reproducible)
+            return describe_products(self._model, self._decoder.torch_products, self.dtype, is_reproducible)
         if others or not products:
             return f"torch multiplies the matrices of {', '.join(others) or 'all layers'}, by a path that rows decide"
         if shapes := probe_invariance(products):

@@ -22,6 +22,7 @@ FOREIGN = {
         "checkpoints.pretrained", "checkpoints.quick_start", "families.llama_modules", "families.supported_models",
         "transformers_model")),
     ("pagedcore.models.attention.layers", "_cdata"),
+    ("pagedcore.models.linears.float8_linear", "_scaled_mm"),
     ("pagedcore.models.checkpoints.ownership", "_version"),
     ("pagedcore.models.checkpoints.pretrained", "_experts_implementation"),
     ("pagedcore.models.checkpoints.stored_experts", "_experts_implementation"),

@@ -169,7 +169,19 @@ def _fp8(schemes: Sequence[Mapping[str, Any]], default_format: Any) -> FP8:
         read.add(fp8_of(_arguments(scheme["weights"], "weights")))
     if len(read) > 1:
         raise refusal(f"its layers follow {len(schemes)} schemes in config_groups, which differ")
-    return read.pop()
+    return replace(read.pop(), quantizes_rows=all(_has_float8_rows(scheme) for scheme in schemes))
+
+
+def _has_float8_rows(scheme: Mapping[str, Any]) -> bool:
+    """Whether rows are FP8 with a scale for each, or one that the files have.
+
+    Where one would be made of all rows of a step, each row has its own, too.
+    """
+    if not (rows := scheme.get("input_activations")):
+        return False
+    read = _arguments(rows, "input_activations")
+    is_float8 = (read["num_bits"], read["type"], read["symmetric"]) == (8, "float", True)
+    return is_float8 and read["strategy"] in ("token", "tensor", None)
 
 
 def _arguments(given: Any, what: str) -> dict[str, Any]:

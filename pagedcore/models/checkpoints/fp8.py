@@ -4,10 +4,11 @@ Owns what their configuration may say and what their tensors are. Of a layer [ou
 
     quant_method "fp8"     weight  F8_E4M3 [out, in]    weight_scale_inv  float [ceil(out / rows), ceil(in / columns)]
     "float-quantized"      weight  F8_E4M3 [out, in]    weight_scale      the same by blocks, [out, 1] or [1]
+    either, static rows                                 input_scale or activation_scale  float, one number
 
-Both are what the weight is multiplied by. No product here is FP8: numbers are decoded to the number format of rows,
-rounded once, one layer at a time when the layer is packed. Activations keep their number format, whatever the file says
-of theirs.
+The first are what the weight is multiplied by; of one for all, "fp8" has the name ``weight_scale`` too. Numbers are
+decoded to the number format of rows, rounded once, one layer at a time when the layer is packed, and rows keep it. On a
+GPU that multiplies e4m3, ``float8_linear.py`` takes both as they are, but for blocks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from pagedcore.models.linears.stored_weight import StoredWeight, decoded_late, r
 _FORMAT: Final = "F8_E4M3"
 _AT_ONCE: Final = 2**20
 """Numbers that are decoded at a time, which takes 8 MiB besides the result."""
+_ROW_SCALES: Final = ("input_scale", "activation_scale")
+_MOST_OF_ROWS: Final = 2.0**100
 _ALL: Final = 0
 """As the size of a block: all outputs, or all inputs."""
 
@@ -39,6 +42,10 @@ class FP8:
     """Outputs and inputs that share a scale; ``_ALL`` for all of them."""
     is_late: bool = True
     """Whether linear layers are decoded when they are packed, not when the model is loaded."""
+    quantizes_rows: bool = False
+    """Whether the files say that rows are FP8 too, by a scale of their own or by one that the files have."""
+    may_stay: bool = False
+    """Whether there may be products of it where the model computes, so that layers are not decoded at once."""
     scheme: ClassVar[str] = "none"
     described: ClassVar[str] = "FP8 in the files, decoded to the number format"
 
@@ -54,7 +61,7 @@ class FP8:
         if (kind := config.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise refusal(f"FP8 of the kind {kind!r}")
         size = config.get("weight_block_size")
-        return cls("weight_scale_inv", (_ALL, _ALL) if size is None else block_of(size))
+        return cls("weight_scale_inv", (_ALL, _ALL) if size is None else block_of(size), quantizes_rows=True)
 
     def weight(self, files: TensorFiles, name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight | None:
         """Return the weight of a layer by its name, or ``None`` if the files hold it as numbers, or it is to be decoded
@@ -65,11 +72,23 @@ class FP8:
         """
         weight = f"{name}.weight"
         self.require_no_scale(files, name)
-        is_late = self.is_late and can_pack(dtype, shape[1])
+        is_late = self.may_stay or (self.is_late and can_pack(dtype, shape[1]))
         if not is_late or weight not in files or files.format_of(weight) != _FORMAT:
             return None
         values, scales = self.tensors(files, name, shape)
-        return decoded_late(shape, dtype, [values, scales], lambda: self.decode(values, scales, dtype))
+        by_rows = self.may_stay and self.quantizes_rows and self.block[0] in (_ALL, 1) and self.block[1] == _ALL
+        float8 = (values, scales, self._row_scale(files, name)) if by_rows else None
+        return decoded_late(shape, dtype, [values, scales], lambda: self.decode(values, scales, dtype), float8)
+
+    def _row_scale(self, files: TensorFiles, name: str) -> float:
+        """Return what the files have as the scale of all rows of a layer; 0.0: nothing."""
+        found = next((one for last in _ROW_SCALES if (one := f"{name}.{last}") in files), None)
+        if found is None:
+            return 0.0
+        scale = files.scales(found, files.shape_of(found)).flatten().tolist()
+        if len(scale) != 1 or not 1 / _MOST_OF_ROWS <= scale[0] <= _MOST_OF_ROWS:
+            raise refusal(f"{found} is {scale[:4]}, needed is one number from 2**-100 to 2**100")
+        return float(scale[0])
 
     def is_in(self, files: TensorFiles) -> bool:
         """Whether any tensor is FP8, whatever the configuration says; nothing is read."""
@@ -82,15 +101,20 @@ class FP8:
         Raises:
             ModelNotSupported: it is such a layer.
         """
-        weight, scale = f"{name}.weight", f"{name}.{self.scale_name}"
+        weight, scale = f"{name}.weight", self._scale_of(files, name)
         if weight in files and scale in files and (kind := files.format_of(weight)) != _FORMAT:
             raise refusal(f"{weight} is {kind} and has a scale ({scale}), needed is {_FORMAT}, or none")
+
+    def _scale_of(self, files: TensorFiles, name: str) -> str:
+        """Return the name of a layer's scales."""
+        other = f"{name}.weight_scale"
+        return other if self.block == (_ALL, _ALL) and other in files else f"{name}.{self.scale_name}"
 
     def tensors(self, files: TensorFiles, name: str, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the numbers [out, in] of a layer, mapped, and their scales [blocks of outputs, blocks of inputs]."""
         values = files.expect(f"{name}.weight", shape, _FORMAT)
         grid = [1 if size == _ALL else -(-length // size) for length, size in zip(shape, self.block, strict=True)]
-        scale = f"{name}.{self.scale_name}"
+        scale = self._scale_of(files, name)
         # Shape: a scale of a whole tensor is [1], or no array.
         is_one = grid == [1, 1] and scale in files and len(files.shape_of(scale)) < 2
         scales = files.scales(scale, files.shape_of(scale) if is_one else (grid[0], grid[1]))

@@ -1,6 +1,6 @@
 """A faster decoder on NVIDIA GPUs for the architectures of ``families/table.py`` that are like Llama or Gemma: nine
 launches a layer of a decode step, and one for each norm of what a layer adds, where transformers' own modules make
-thirty-nine. Experts stay the module that a model has.
+thirty-nine; one more before each product with weights in e4m3. Experts stay the module that a model has.
 
 Owns the joined weights and the order of launches of one forward: torch's products, and between them the kernels of
 ``pagedcore_kernels/cuda/elementwise.py`` and attention. They round where the modules do. ``fused.py`` is the same for
@@ -27,6 +27,7 @@ from pagedcore.models.decoders.fused_match import (
     Recognised,
     devices_of,
     has_experts,
+    joined_weights,
     recognise_tree,
     require,
 )
@@ -34,10 +35,11 @@ from pagedcore.models.decoders.plain import Decoder, PlainDecoder
 from pagedcore.models.decoders.rotary_angles import angles_by_layer
 from pagedcore.models.families.llama_modules import embedding_scale
 from pagedcore.models.families.table import Family
+from pagedcore.models.linears.float8_linear import Float8Linear, launch_quantizers
 from pagedcore.models.linears.packed_linear import OnUnused
 from pagedcore.models.linears.torch_products import TorchProduct
 from pagedcore.protocols import AttentionBackend
-from pagedcore_kernels.cuda.elementwise import GatedActivation, RmsNorm, RotaryEmbedding, can_compute
+from pagedcore_kernels.cuda.elementwise import GatedActivation, RmsNorm, RotaryEmbedding, RowQuantizer, can_compute
 from pagedcore_kernels.interface import LaunchesKernels
 
 
@@ -61,6 +63,8 @@ def _require_fitting(model: Any, family: Family) -> None:
     require(is_like_llama and all(family.norms[::2]), "its norms or its angles are not those of Llama or Gemma")
     require(not family.recurrence, "some of its layers do not attend")
     require(devices_of(model) == {"cuda"}, "its weights are not on a GPU")
+    alike = all(len({weight.dtype for weight in weights}) == 1 for weights in joined_weights(model, family))
+    require(alike, "the parts of a product are stored unlike")
     attention = body.layers[0].self_attn
     fits = can_compute(
         hidden_size=config.hidden_size, intermediate_size=config.intermediate_size, head_size=attention.head_dim,
@@ -157,6 +161,7 @@ class CudaDecoder(Decoder):
         # Why first: two tables are not in memory at once.
         self._launches = None
         self._launches = self._make(attention)
+        launch_quantizers(self.torch_products, partial(RowQuantizer, self._embedding.weight.dtype, attention.driver))
 
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -217,9 +222,11 @@ class CudaDecoder(Decoder):
         return normed
 
 
-def _join(parent: nn.Module, names: tuple[str, ...]) -> _Product:
+def _join(parent: nn.Module, names: tuple[str, ...]) -> _Product | Float8Linear:
     """Join linear layers of one parent as one product, of whose weight theirs become parts."""
     linears = [getattr(parent, name) for name in names]
+    if isinstance(linears[0], Float8Linear):
+        return Float8Linear.joined(linears)
     biases = [linear.bias for linear in linears]
     bias = None if biases[0] is None else torch.cat([one.detach() for one in biases])
     if len(linears) == 1:

@@ -19,6 +19,7 @@ from pagedcore.models.attention.layers import AttentionLayer
 from pagedcore.models.families import llama_modules
 from pagedcore.models.families.table import FAMILIES, Family
 from pagedcore.models.linears import expert_modules
+from pagedcore.models.linears.float8_linear import Float8Linear
 from pagedcore.models.linears.packed_experts import left_alone
 from pagedcore.models.linears.packed_linear import FASTEST, VECTOR
 from pagedcore.models.linears.stored_weight import StoredWeight, can_join
@@ -75,7 +76,8 @@ def recognise(
     family = known.family
     # Shape: on "meta" are models that are only looked at.
     require(devices_of(model) in ({"cpu"}, {"meta"}), "its weights are not on the CPU")
-    require(all(can_join(weights) for weights in _joined(model, family)), "the parts of a product are stored unlike")
+    are_alike = all(can_join(weights) for weights in joined_weights(model, family))
+    require(are_alike, "the parts of a product are stored unlike")
     widths = [module.in_features for module in model.modules() if type(module) is nn.Linear]
     require(
         all(linears.supports(model.dtype, width) for width in widths) and not left_alone(model, linears),
@@ -128,7 +130,7 @@ def require(is_known: object, reason: str) -> None:
         raise NotFused(reason)
 
 
-def _joined(model: Any, family: Family) -> list[list[Any]]:
+def joined_weights(model: Any, family: Family) -> list[list[Any]]:
     """Return the weights that become one product each."""
     layers, mlp = model.model.layers, family.name_of("mlp")
     mixers = [("self_attn", family.qkv), *((family.delta_rule, names) for names in family.delta_inputs)]
@@ -212,7 +214,8 @@ def _is(module: nn.Module, kind: str | type[nn.Module], family: Family) -> bool:
         return is_known and (kind != "RMSNorm" or set(dict(module.named_parameters())) == {"weight"})
     # Why: a subclass of a linear layer, or of a tensor, computes in its own way.
     is_exact = kind is nn.Module or type(module) is kind
-    return is_exact and (kind is not nn.Linear or type(module.weight) in KNOWN_WEIGHTS)
+    is_known = is_exact and (kind is not nn.Linear or type(module.weight) in KNOWN_WEIGHTS)
+    return is_known or (kind is nn.Linear and type(module) is Float8Linear)
 
 
 def _is_untouched(module: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -20,6 +21,7 @@ from pagedcore.models.attention.layers import AttentionLayer, RecordingStep
 from pagedcore.models.decoders.long_angles import turn_by_place
 from pagedcore.models.decoders.whole_vectors import calls_seen, complete_vectors
 from pagedcore.models.families.model_facts import format_and_device, num_short_tokens
+from pagedcore.models.linears.float8_linear import Float8Linear, launch_quantizers
 from pagedcore.models.linears.packed_experts import pack_experts
 from pagedcore.models.linears.packed_linear import FASTEST, OnUnused, PackedLinear, pack_linears
 from pagedcore.models.linears.schemes import QuantizedLinears
@@ -27,6 +29,7 @@ from pagedcore.models.linears.stored_weight import StoredLinears
 from pagedcore.models.linears.torch_products import TorchProduct
 from pagedcore.models.lora.slots import AdapterSlots, new_room, present_adapters
 from pagedcore.protocols import AttentionBackend, Int64Array, LinearFactory
+from pagedcore_kernels.interface import LaunchesKernels
 
 
 class Decoder(Protocol):
@@ -142,7 +145,12 @@ class PlainDecoder(Decoder):
     @property
     def torch_products(self) -> Sequence[TorchProduct]:
         """The model's linear layers; see ``Decoder``."""
-        return [(one.weight, one.bias) for one in self._model.modules() if type(one) is nn.Linear]
+        return [one for one in self._model.modules() if type(one) in (nn.Linear, Float8Linear)]
+
+    def prepare(self, attention: AttentionBackend) -> None:
+        """Load the kernel for weights in e4m3, where the backend launches kernels; see ``PreparesSteps``."""
+        if isinstance(attention, LaunchesKernels):
+            launch_quantizers(self._model.modules(), partial(_row_quantizer, self._model, attention.driver))
 
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -223,6 +231,13 @@ class ModuleDecoder(PlainDecoder):
             call_model(self._model, tokens, tokens, tokens)
         for module in found:
             complete_vectors(module)
+
+
+def _row_quantizer(model: Any, driver: Any) -> Any:
+    # Why here: without a GPU nothing of its kernels is imported.
+    from pagedcore_kernels.cuda.elementwise import RowQuantizer
+
+    return RowQuantizer(format_and_device(model)[0], driver)
 
 
 class Incomplete(Decoder):

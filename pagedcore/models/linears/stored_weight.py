@@ -92,6 +92,9 @@ class StoredWeight:
     """``token ids -> rows [..., in]`` of an embedding, in ``dtype``."""
     decode: Callable[[], torch.Tensor] | None = None
     """Returns the numbers [out, in] of a weight that is none of a scheme, in ``dtype``; ``read`` is of no use then."""
+    float8: tuple[torch.Tensor, torch.Tensor, float] | None = None
+    """Of a weight that is decoded, and may stay in e4m3: numbers [out, in], a scale in float32 of all or each output,
+    and the scale of rows; 0.0: each has its own."""
     parts: Sequence[StoredWeight] = ()
     """Weights of several layouts whose outputs are this one's; ``read`` is of no use then."""
     alternates: bool = False
@@ -164,14 +167,15 @@ class StoredWeight:
 
 
 def decoded_late(
-    shape: tuple[int, int], dtype: torch.dtype, tensors: Sequence[torch.Tensor], decode: Callable[[], torch.Tensor]
-) -> StoredWeight:
+    shape: tuple[int, int], dtype: torch.dtype, tensors: Sequence[torch.Tensor], decode: Callable[[], torch.Tensor],
+    float8: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+) -> StoredWeight:  # fmt: skip
     """Return a weight of floating numbers that ``decode`` makes of ``tensors`` when it is packed."""
 
     def read() -> QuantizedWeight:
         raise TypeError("a weight of floating numbers is of no scheme")
 
-    return StoredWeight("none", shape, dtype, 1, tensors, read, decode=decode)
+    return StoredWeight("none", shape, dtype, 1, tensors, read, decode=decode, float8=float8)
 
 
 def packed_already(

@@ -7,15 +7,24 @@ So what is found here is said, with the sizes that were tried, and nothing relie
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import nn
 
 from pagedcore.models.linears.packed_linear import holders_of_matrices
 
-TorchProduct = tuple[torch.Tensor, torch.Tensor | None]
-"""A weight [out, in] and its bias [out], as ``torch.nn.functional.linear`` takes them."""
+
+class TorchProduct(Protocol):
+    """Multiplies rows with a weight."""
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight [out, in]."""
+
+    def __call__(self, rows: torch.Tensor, /) -> torch.Tensor:
+        """Return [T, out] of rows [T, in]."""
+
 
 _SIZES: Final = tuple(2**power for power in range(10))
 """Rows that are tried: those that decode steps are padded to, but for the most rows of an engine."""
@@ -25,12 +34,14 @@ _MOST_ROWS_WIDE: Final = 256
 
 
 @torch.inference_mode()
-def describe_rows(products: Iterable[TorchProduct]) -> str:
-    """Try one product of each shape and format with its own weights; say what was found, in one sentence."""
-    of_shape = {(*weight.shape, weight.dtype): (weight, bias) for weight, bias in products}
+def describe_rows(products: Iterable[TorchProduct], dtype: torch.dtype) -> str:
+    """Try one product of each shape and format with its own weights and rows of a format; say what was found, in one
+    sentence.
+    """
+    of_shape = {(*one.weight.shape, one.weight.dtype): one for one in products}
     apart, moved = list[str](), list[str]()
     for (num_outputs, num_inputs, _), product in of_shape.items():
-        groups, is_placed = _tried(*product)
+        groups, is_placed = _tried(product, dtype)
         name = f"{num_outputs} x {num_inputs}"
         if len(groups) > 1:
             apart.append(f"{name} with {' and with '.join(map(_listed, groups))}")
@@ -45,27 +56,29 @@ def describe_rows(products: Iterable[TorchProduct]) -> str:
     return f"in torch's products (out x in) among {tried}, on this GPU, {'; '.join(found)}"
 
 
-def describe_products(model: nn.Module, products: Iterable[TorchProduct], is_reproducible: bool) -> str:
+def describe_products(
+    model: nn.Module, products: Iterable[TorchProduct], dtype: torch.dtype, is_reproducible: bool
+) -> str:
     """Say more of a model that is multiplied with: whether its logits were seen to be the same bits in any company, and
     which of its modules multiply by themselves.
     """
     logits = f"the self-test's logits were{'' if is_reproducible else ' not'} the same bits in each company"
     kinds = {type(one) for one in holders_of_matrices(model)} - {nn.Linear}
-    return "; ".join((describe_rows(products), logits, *sorted(f"{one.__name__} was not tried" for one in kinds)))
+    untried = sorted(f"{one.__name__} was not tried" for one in kinds)
+    return "; ".join((describe_rows(products, dtype), logits, *untried))
 
 
-def _tried(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[list[list[int]], bool]:
+def _tried(product: TorchProduct, dtype: torch.dtype) -> tuple[list[list[int]], bool]:
     """Return the numbers of rows in groups that give the first row the same bits, and whether the place of a row
     made no difference.
     """
-    num_outputs, num_inputs = weight.shape
+    num_outputs, num_inputs = product.weight.shape
     sizes = [size for size in _SIZES if num_outputs <= _WIDE or size <= _MOST_ROWS_WIDE]
-    rows = torch.randn(sizes[-1], num_inputs, generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    rows, is_placed = rows.to(weight.device), True
+    rows = torch.randn(sizes[-1], num_inputs, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows, is_placed = rows.to(product.weight.device), True
     groups = list[tuple[torch.Tensor, list[int]]]()
     for size in sizes:
-        found = nn.functional.linear(rows[:size], weight, bias)
-        turned = nn.functional.linear(rows[:size].roll(1, 0), weight, bias)
+        found, turned = product(rows[:size]), product(rows[:size].roll(1, 0))
         is_placed = is_placed and torch.equal(turned, found.roll(1, 0))
         same = next((one for first, one in groups if torch.equal(first, found[:1])), None)
         if same is None:

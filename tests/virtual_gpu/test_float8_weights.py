@@ -1,0 +1,286 @@
+"""Weights that stay in e4m3 on a GPU: launches, logits beside float64's roundings, recordings, and what is decoded."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kernels.cuda.test_elementwise import random_rows
+from pagedcore.errors import ModelNotSupported
+from pagedcore.execution.devices import find_device
+from pagedcore.models.checkpoints.fp8 import FP8
+from pagedcore.models.checkpoints.quantized import load_stored, stored_format
+from pagedcore.models.decoders.cuda_decoder import CudaDecoder
+from pagedcore.models.decoders.plain import PlainDecoder
+from pagedcore.models.linears.decoded_weights import decode_weights
+from pagedcore.models.linears.float8_linear import Float8Linear, keep_float8, launch_quantizers, quantize_rows
+from pagedcore.models.transformers_model import TransformersModel
+from pagedcore.sampling_params import SamplingParams
+from pagedcore_kernels.cuda.attention.backend import NumbaCudaAttention
+from pagedcore_kernels.cuda.build.library import KernelLibrary
+from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
+from pagedcore_kernels.cuda.driver import CudaDriver
+from pagedcore_kernels.cuda.elementwise import RowQuantizer
+from support.engine_builders import run
+from support.families import VOCAB, tiny_model
+from support.generate_oracle import make_prompts
+from support.quantized_checkpoints import change_config, change_tensors, ct_config, linear_names
+from support.ragged_schedules import batch_of, random_schedule, random_sequences, random_tables, run_schedule
+from virtual_gpu.backends import on_gpu, shipped_kernels
+from virtual_gpu.machine import Machine
+from virtual_gpu.test_cuda_decoder import BLOCK, LENGTHS, NUM_BLOCKS, launches_of
+
+KERNELS = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
+_FLOAT8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of products is tried with few rows, whose kernel is interpreted here."""
+    monkeypatch.setattr("pagedcore.models.linears.torch_products._SIZES", (1, 2))
+
+
+def ct(strategy: str, rows: str | None, **more: Any) -> dict[str, Any]:
+    given = None if rows is None else {**_FLOAT8, "strategy": rows, "dynamic": rows == "token"}
+    return ct_config("float-quantized", {**_FLOAT8, "strategy": strategy, **more}, given)
+
+
+def fp8(activations: str, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "fp8", "activation_scheme": activations, "fmt": "e4m3", **more}
+
+
+#: A configuration, the name of the scales of weights, and of those of rows, if there are any.
+KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "channel": (ct("channel", "token"), "weight_scale", ""),
+    "tensor, static": (ct("tensor", "tensor"), "weight_scale", "input_scale"),
+    "fp8, dynamic": (fp8("dynamic"), "weight_scale", ""),
+    "fp8, static": (fp8("static"), "weight_scale_inv", "activation_scale"),
+    "blocks": (fp8("dynamic", weight_block_size=[128, 128]), "weight_scale_inv", ""),
+    "weights alone": (ct("channel", None), "weight_scale", ""),
+}
+ROW_SCALE = 0.0473
+"""Of static rows: 448 times it is more than any number of them, as it is where files are made."""
+
+
+def write(directory: Path, kind: str, family: str = "llama", **changes: Any) -> Any:
+    """Save a tiny model whose linear layers are e4m3, but for the output layer; return it with these numbers."""
+    model, (config, scale_name, row_scale) = tiny_model(family, **{"num_hidden_layers": 1, **changes}), KINDS[kind]
+    model.save_pretrained(directory)
+    tensors = load_file(directory / "model.safetensors")
+    for name, _ in linear_names(model):
+        weight = tensors[f"{name}.weight"]
+        by_output = config.get("config_groups", {}).get("group_0", {}).get("weights", {}).get("strategy") == "channel"
+        scale = weight.abs().amax(1, keepdim=True) / 448 if by_output else weight.abs().max() / 448
+        tensors[f"{name}.weight"] = (weight / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}.{scale_name}"] = scale.view(1, 1) if "weight_block_size" in config else scale.clone()
+        if row_scale:
+            tensors[f"{name}.{row_scale}"] = torch.tensor(ROW_SCALE)
+        model.get_submodule(name).weight.data = tensors[f"{name}.weight"].float() * scale
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    change_config(directory, quantization_config=config, torch_dtype="bfloat16", dtype="bfloat16")
+    return model
+
+
+def loaded(directory: Path) -> Any:
+    """A model in bfloat16 as an engine on a GPU has it."""
+    stored = stored_format(str(directory))
+    assert isinstance(stored, FP8)
+    stored = dataclasses.replace(stored, may_stay=True)
+    model = load_stored(str(directory), stored, torch.bfloat16, trust_remote_code=False)
+    keep_float8(model)
+    decode_weights(model)
+    return model.eval()
+
+
+def backend_of(model: Any, **more: Any) -> TransformersModel:
+    backend = TransformersModel(
+        copy.deepcopy(model), NumbaCudaAttention, block_size=BLOCK, device=find_device("cuda"), **more)
+    backend.allocate_kv(NUM_BLOCKS, BLOCK)
+    return backend
+
+
+@KERNELS
+@pytest.mark.parametrize("static", [False, True])
+def test_a_product_is_that_of_rounded_rows(static: bool, tmp_path: Path, gpus: Machine) -> None:
+    """Kernel and product together, joined and with biases, give what float64 makes of the files' numbers and of rows
+    that a search of the nearest number has rounded to e4m3; each row the same bits alone.
+    """
+    model = write(tmp_path, "tensor, static" if static else "channel", attention_bias=True)
+    layers, rows = loaded(tmp_path).model.layers[0].self_attn.to("cuda"), random_rows(0, 9, 64, dtype=torch.bfloat16)
+    parts = [layers.q_proj, layers.k_proj, layers.v_proj]
+    whole = Float8Linear.joined(parts)
+    with shipped_kernels(gpus):
+        driver = CudaDriver(torch.device("cuda", 0), KernelLibrary())
+        driver.begin_step()
+        launch_quantizers([whole], lambda: RowQuantizer(torch.bfloat16, driver))
+        found = whole(rows.to("cuda")[None])[0]
+        alone = torch.cat([whole(row[None].to("cuda")) for row in rows])
+        assert torch.equal(found.cpu(), alone.cpu())
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+    numbers, exact = numbers[numbers.isfinite()].unique(), rows.double()
+    scales = torch.full((9, 1), ROW_SCALE).double() if static else exact.abs().amax(1, keepdim=True) / 448
+    scaled = (exact / scales).clamp(-448, 448)
+    places = torch.searchsorted(numbers, scaled).clamp(1, len(numbers) - 1)
+    low, high = numbers[places - 1], numbers[places]
+    rounded = torch.where(scaled - low <= high - scaled, low, high) * scales
+    attention = model.model.layers[0].self_attn
+    expected = torch.cat([rounded @ one.weight.double().T + one.bias.to(torch.bfloat16).double()
+                          for one in (attention.q_proj, attention.k_proj, attention.v_proj)], 1)
+    # Why not all rows: of a number halfway between two, float32 decides.
+    tied = ((scaled - low - (high - scaled)).abs() < 1e-4 * (high - low)).any(1)
+    errors, allowed = (found.cpu().double() - expected).abs(), 2**-8 * expected.abs() + 1e-5 * expected.abs().max()
+    assert (errors <= allowed)[~tied].all()
+    assert tied.sum() < 3
+    assert [one.weight.data_ptr() - whole.weight.data_ptr() for one in parts] == [0, 64 * 64, 96 * 64]
+
+
+@KERNELS
+@pytest.mark.parametrize(("kind", "family"), [
+    ("channel", "llama"), *(pytest.param(*one, marks=pytest.mark.kernels) for one in (
+        ("tensor, static", "qwen3"), ("fp8, dynamic", "gemma3_text"), ("fp8, static", "mistral"),
+        ("channel", "mixtral"), ("channel", "phi3"), ("tensor, static", "granite"), ("channel", "gpt_oss"))),
+])
+def test_logits_are_as_far_off_as_rows_are_rounded(kind: str, family: str, tmp_path: Path, gpus: Machine) -> None:
+    """The self-test passes; chunks and decode rows in random company, by the fused decoder where it knows the model and
+    by modules elsewhere, are no farther from transformers' logits of the files' numbers than rounding takes them.
+
+    A number of e4m3 is off by at most 2**-4 of itself, so by 2**-4 / sqrt(3) of it in the mean where its places in a
+    step are alike; independent errors of a product's inputs leave its outputs that far off, and those of products add
+    up as squares do.
+    """
+    model, sequences = write(tmp_path, kind, family), random_sequences(LENGTHS, VOCAB)
+    rng = random.Random(3)
+    tables = random_tables(rng, LENGTHS, BLOCK, NUM_BLOCKS)
+    with shipped_kernels(gpus) as api:
+        backend = backend_of(loaded(tmp_path))
+        num_products = sum(isinstance(one, Float8Linear) for one in backend.model.modules())
+        found = run_schedule(backend, sequences, random_schedule(rng, LENGTHS), tables, BLOCK)
+    assert not backend.has_fallen_back
+    assert type(backend._decoder) is (PlainDecoder if family in ("granite", "gpt_oss") else CudaDecoder)
+    assert num_products == len([*linear_names(model)])
+    assert "quantize-bf16" in api.launched
+    with torch.inference_mode():
+        expected = torch.cat([model(tokens[None], use_cache=False).logits[0] for tokens in sequences])
+    distance = (torch.cat(found).float() - expected).norm() / expected.norm()
+    assert 0.005 < distance < 2**-4 / math.sqrt(3) * math.sqrt(num_products)
+
+
+@KERNELS
+def test_a_decode_step_is_thirteen_launches_a_layer(tmp_path: Path, gpus: Machine) -> None:
+    """Rows are quantised once for query, key and value, and once for gate and up; joined weights are in memory once."""
+    write(tmp_path, "channel")
+    with shipped_kernels(gpus):
+        backend = backend_of(loaded(tmp_path), runs_self_test=False)
+        backend._graphed = None
+        launches = launches_of(gpus, backend, [(0, 3, 4), (1, 2, 3)])
+    product = ["quantize", "_scaled_mm"]
+    layer = ["norm", *product, "rotate", "decode", *product, "norm", *product, "gated", *product]
+    assert len(layer) == 13
+    assert launches == ["embedding", "new_zeros", *layer, "norm", "index", "mm"]
+    attention = backend.model.model.layers[0].self_attn
+    first, second = attention.q_proj, attention.k_proj
+    assert second.weight.data_ptr() == first.weight.data_ptr() + first.weight.nbytes
+    assert second.scale.data_ptr() == first.scale.data_ptr() + first.scale.nbytes
+
+
+@KERNELS
+@pytest.mark.parametrize("family", ["llama", pytest.param("granite", marks=pytest.mark.kernels)])
+def test_batches_through_one_graph_are_those_without(family: str, tmp_path: Path, gpus: Machine) -> None:
+    """Batches that replay the recording of four rows give the bits of launches one by one, and of rows alone; nothing
+    is allocated or waited for."""
+    write(tmp_path, "channel", family)
+    with shipped_kernels(gpus):
+        backend, eager = (backend_of(loaded(tmp_path), runs_self_test=False) for _ in range(2))
+        eager._graphed = None
+        backend.record_steps(4, NUM_BLOCKS * BLOCK)
+        lengths = (70, 7, 33)
+        sequences = random_sequences(lengths, VOCAB)
+        tables = random_tables(random.Random(3), lengths, BLOCK, NUM_BLOCKS)
+        for one in (backend, eager):
+            one.forward(batch_of(sequences, [(i, 0, length - 4) for i, length in enumerate(lengths)], tables, BLOCK))
+        for rows in ([(0, 66), (1, 3), (2, 29)], [(2, 30), (0, 67)], [(1, 4)]):
+            batch = batch_of(sequences, [(i, at, at + 1) for i, at in rows], tables, BLOCK)
+            alone = [eager.forward(batch_of(sequences, [(i, at, at + 1)], tables, BLOCK)) for i, at in rows]
+            wanted, before = eager.forward(batch), gpus.counts.copy()
+            found = backend.forward_there(batch)
+            assert set(gpus.counts - before) == {"copies to the device", "bytes to the device", "graph launches"}
+            assert torch.equal(found.cpu().float(), wanted.float())
+            assert torch.equal(found.cpu().float(), torch.cat(alone).float())
+
+
+def answers_of(directory: Path, **settings: Any) -> Any:
+    """Tokens of an engine on a virtual GPU, twice, and how often it preempted."""
+    asked = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    with on_gpu(directory, dtype="bfloat16", host_kv_memory="1MiB", **settings) as engine:
+        outputs = []
+        for _ in range(2):  # the second time with what the first has left in the prefix cache
+            requests = [engine.add_request(prompt, asked) for prompt in make_prompts()]
+            run(engine)
+            outputs.append([list(request.output().outputs[0].token_ids) for request in requests])
+        return outputs, engine.stats().num_preemptions
+
+
+@pytest.mark.parametrize("kind", ["channel", pytest.param("fp8, static", marks=pytest.mark.kernels)])
+def test_company_swaps_and_cached_prefixes_change_no_token(kind: str, tmp_path: Path, gpus: Machine) -> None:
+    """Preempted, in chunks and in company, answers are those of one request at a time."""
+    write(tmp_path, kind)
+    alone = answers_of(tmp_path, max_num_seqs=1, max_num_batched_tokens=64, num_kv_blocks=40)
+    together = answers_of(tmp_path, num_kv_blocks=12, preemption="swap")
+    assert together[1] > 0
+    assert alone[0] == together[0]
+    assert alone[0][0] == alone[0][1]
+
+
+@pytest.mark.parametrize(("kind", "capability", "changes", "said", "num_kept"), [
+    ("channel", (9, 0), {}, "7 linear layers stay in e4m3", 7),
+    ("channel", (8, 6), {}, "only supported on CUDA devices with compute capability >= 9.0 or 8.9", 0),
+    ("blocks", (9, 0), {}, "no product here of scales by blocks", 0),
+    ("weights alone", (9, 0), {}, "none with rows that are not FP8", 0),
+    ("channel", (12, 0), {"intermediate_size": 88}, "multiples of 16, and one has 88 x 64", 4),
+])
+def test_the_log_says_what_is_decoded(
+    kind: str, capability: tuple[int, int], changes: dict[str, Any], said: str, num_kept: int, tmp_path: Path,
+    gpus: Machine, caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Weights stay where a GPU multiplies them, and others are decoded, each by itself, with the reason in the log."""
+    write(tmp_path, kind, **changes)
+    gpus.capability = capability
+    with caplog.at_level(logging.INFO, logger="pagedcore"), on_gpu(tmp_path, dtype="bfloat16") as engine:
+        backend: Any = engine._runner.backend
+        kept = [one for one in backend.model.modules() if isinstance(one, Float8Linear)]
+    assert said in caplog.text
+    assert len(kept) == num_kept
+    assert ("are decoded to bfloat16" in caplog.text) == (num_kept != 7)
+    assert all(one.weight.dtype == torch.float8_e4m3fn and one.weight.itemsize == 1 for one in kept)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.0), torch.tensor([1.0, 2.0]), torch.tensor(-1.0)])
+def test_a_scale_of_rows_that_is_none_is_refused(scale: torch.Tensor, tmp_path: Path, gpus: Machine) -> None:
+    """The message names the tensor."""
+    write(tmp_path, "tensor, static")
+    name = "model.layers.0.self_attn.q_proj.input_scale"
+    change_tensors(tmp_path, {name: scale})
+    with pytest.raises(ModelNotSupported, match=f"{name} is "):
+        on_gpu(tmp_path, dtype="bfloat16")
+
+
+def test_rows_by_torch_are_those_of_the_kernel() -> None:
+    """Where no kernel is at hand, rows have the same scales; what is not finite spoils itself alone."""
+    rows = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    rows[0], rows[1, 3], rows[2, 4] = 0, torch.inf, torch.nan
+    codes, scales = quantize_rows(rows)
+    assert scales[0] == 0
+    assert scales.isnan().flatten().tolist() == [False, True, True, False, False]
+    assert torch.equal(scales[3:], rows[3:].float().abs().amax(1, keepdim=True) / 448)
+    assert not codes[:3].float().any()
+    assert (codes[3:].float() * scales[3:] - rows[3:]).abs().max() < 2**-4 * rows[3:].abs().max()
+    assert quantize_rows(rows[3:], 1e-3)[0].float().abs().max() == 448
