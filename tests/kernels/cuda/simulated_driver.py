@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -27,12 +30,40 @@ CACHE: list[Path] = []
 @cache
 def compiled(name: str, arch: str) -> tuple[Source, str]:
     """A kernel and its PTX, from the cache if these sources and tools have compiled it before."""
-    source = make_source(name)
-    versions = "-".join(compiler_versions().values())
-    path = CACHE[0] / f"{name}.{arch}.{source_digest()}.{versions}.ptx"
-    if not path.exists():
-        path.write_text(compile_ptx(source, arch))
+    source, versions, digest = make_source(name), compiler_versions(), source_digest()
+    path = CACHE[0] / f"{name}.{arch}.{digest}.{'-'.join(versions.values())}.ptx"
+    numba = "-".join(version for tool, version in versions.items() if not tool.startswith("nvidia"))
+    # Why a lock: what one worker compiles the others wait for.
+    with (CACHE[0] / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _write(path, _compile(source, arch, CACHE[0] / f"{name}.{digest}.{numba}.nvvm"))
     return source, path.read_text()
+
+
+def _compile(source: Source, arch: str, halfway: Path) -> str:
+    """What the compiler makes. Numba's half, nine tenths of the time, is kept: but for the kernel's name it is the same
+    for every architecture and NVVM."""
+    from numba.cuda.cudadrv import nvvm
+
+    second = nvvm.compile_ir
+
+    def keep(modules: list[str], **options: Any) -> bytes:
+        _write(halfway, json.dumps([modules, options]))
+        return bytes(second(modules, **options))
+
+    if halfway.exists():
+        modules, options = json.loads(halfway.read_text())
+        ptx = second(modules, **options | {"arch": arch.replace("sm", "compute")})
+        return str(ptx.decode().strip("\0").strip())
+    with patch.object(nvvm, "compile_ir", keep):
+        return compile_ptx(source, arch)
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(text)
+    unfinished.rename(path)
 
 
 def as_numpy(argument: Argument) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kernels.cuda.simulated_driver import compiled
-from pagedcore_kernels.cuda.build.compiler import link, parse_arch
+from pagedcore_kernels.cuda.build.compiler import compile_ptx, entry_of, link, parse_arch
 from pagedcore_kernels.cuda.build.resources import KernelResources, read_resource_table
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from pagedcore_kernels.cuda.build.variants import make_source, shipped_names
@@ -113,6 +113,17 @@ def test_kernels_fit_gpus_that_nobody_has_tried(name: str, arch: str) -> None:
 def test_a_warp_is_whole_wherever_it_has_to_be(name: str, arch: str) -> None:
     """Votes, shuffles, tensor-core products and barriers lie where no branch, whatever the arguments, keeps lanes."""
     assert [str(each) for each in divided_operations(compiled(name, arch)[1])] == []
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("name", "arch"), [
+    *(("norm-bf16-1", arch) for arch in ARCHITECTURES), ("decode-bf16-bf16-64-64", "sm_100")])
+def test_gates_have_the_ptx_that_ships(name: str, arch: str) -> None:
+    """What is made of Numba's half of another architecture is what the compiler makes, but for names."""
+    source, ptx = compiled(name, arch)
+    whole, own = (re.sub(r"smem_\d+", "smem", text.replace(entry_of(text)[3:], ""))
+                  for text in (compile_ptx(source, arch), ptx))
+    assert own == whole
 
 
 @pytest.mark.parametrize("name", ["decode-bf16-bf16-64-64", "prefill-bf16-bf16-64-64"])
