@@ -22,6 +22,8 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 MINUTES ?= 10
+# A worker for each processor that the system counts: "auto" takes one for two threads of a core.
+WORKERS := -n logical --maxprocesses 4 --dist worksteal
 AN_HOUR := --timeout 3600 -o faulthandler_timeout=3700
 
 # Tests and examples start some hundred Pythons. Without bytecode on disk each would compile the sources anew, for 0.2 s.
@@ -33,9 +35,8 @@ export PYTHONDONTWRITEBYTECODE =
 demo: $(VENV)/.stamp-demo
 	$(BIN)/pagedcore demo $(DEMO_ARGS)
 
-# A worker for each processor that the system counts: "auto" takes one for two threads of a core.
 test: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
 
 slow: $(VENV)/.stamp-test
 	$(BIN)/python -m pytest -m slow $(AN_HOUR) $(PYTEST_ARGS)
@@ -84,15 +85,17 @@ build/interop-openai-js/.stamp: tests/interop/openai-js/package-lock.json
 	npm ci --silent --prefix $(@D)
 	touch $@
 
-# With the CUDA tool chain that torch pins, and with the newest.
+# With the CUDA tool chain that torch pins; and with the newest what depends on a tool chain, short tests too.
+OF_COMPILERS := -m "not slow" $(WORKERS) $(AN_HOUR) tests/kernels/cuda
 kernels: $(VENV)/.stamp-test
-	$(BIN)/python -m pytest -m kernels $(AN_HOUR) tests/kernels tests/ptxsim tests/virtual_gpu $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m kernels $(WORKERS) $(AN_HOUR) tests/kernels tests/ptxsim tests/virtual_gpu $(PYTEST_ARGS)
 	$(MAKE) VENV=build/kernels-newest CONSTRAINTS="-c constraints.txt" build/kernels-newest/.stamp-test
-	build/kernels-newest/bin/python -m pytest -m kernels $(AN_HOUR) tests/kernels tests/ptxsim tests/virtual_gpu $(PYTEST_ARGS)
+	build/kernels-newest/bin/python -m pytest $(OF_COMPILERS) tests/ptxsim/test_numba_kernels.py \
+		tests/virtual_gpu/test_driver_library.py $(PYTEST_ARGS)
 
 # The kernels as CUDA 12.9 compiles them, for drivers for CUDA 12.
 kernels-cuda12: build/kernels-cuda12/.stamp
-	build/kernels-cuda12/bin/python -m pytest -m kernels $(AN_HOUR) tests/kernels/cuda $(PYTEST_ARGS)
+	build/kernels-cuda12/bin/python -m pytest $(OF_COMPILERS) $(PYTEST_ARGS)
 
 build/kernels-cuda12/.stamp: pyproject.toml constraints.txt requirements-cuda12.txt
 	$(MAKE) VENV=$(@D) CONSTRAINTS="-c constraints.txt" $(@D)/.stamp-test
@@ -103,7 +106,7 @@ build/kernels-cuda12/.stamp: pyproject.toml constraints.txt requirements-cuda12.
 # And as numba-cuda-mlir does, the successor of numba-cuda.
 kernels-mlir: build/kernels-mlir/.stamp
 	PYTHONPATH=kernels:tests build/kernels-mlir/bin/python -m pytest -p kernels.cuda.mlir_intrinsics \
-		-o cache_dir=build/kernels-mlir/cache -m "not slow" -k "sm_90" $(AN_HOUR) \
+		-o cache_dir=build/kernels-mlir/cache -m "not slow" -k "sm_90" $(WORKERS) $(AN_HOUR) \
 		$(patsubst %,tests/kernels/cuda/test_%.py,elementwise sampling execute staging) $(PYTEST_ARGS)
 
 build/kernels-mlir/.stamp: pyproject.toml constraints.txt
