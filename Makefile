@@ -107,7 +107,7 @@ build/kernels-cuda12/.stamp: pyproject.toml constraints.txt requirements-cuda12.
 kernels-mlir: build/kernels-mlir/.stamp
 	PYTHONPATH=kernels:tests build/kernels-mlir/bin/python -m pytest -p kernels.cuda.mlir_intrinsics \
 		-o cache_dir=build/kernels-mlir/cache -m "not slow" -k "sm_90" $(WORKERS) $(AN_HOUR) \
-		$(patsubst %,tests/kernels/cuda/test_%.py,elementwise sampling execute staging) $(PYTEST_ARGS)
+		$(patsubst %,tests/kernels/cuda/test_%.py,elementwise sampling execute) $(PYTEST_ARGS)
 
 build/kernels-mlir/.stamp: pyproject.toml constraints.txt
 	$(MAKE) VENV=$(@D) CONSTRAINTS="-c constraints.txt" $(@D)/.stamp-test
