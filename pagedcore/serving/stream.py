@@ -21,12 +21,13 @@ from itertools import chain
 from typing import Any, Final, Generic, TypeVar
 
 from pagedcore.errors import ForkedProcess, RequestTimeout
-from pagedcore.outputs import Delta, RequestOutput
+from pagedcore.outputs import Delta, RequestOutput, WeightsVersion
 from pagedcore.protocols import MonotonicClock
 from pagedcore.serving.host_program import require_other_thread, running_loop
 
 _log: Final = logging.getLogger("pagedcore")
 _T = TypeVar("_T")
+_FIRST_WEIGHTS: Final = WeightsVersion(0)
 Waiter = asyncio.Future[None] | threading.Event
 """A reader that sleeps: on its event loop, or on its own thread."""
 
@@ -37,10 +38,15 @@ def join(deltas: list[Delta]) -> Delta:
     if len(deltas) == 1:
         return last
     logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    weights: Iterable[WeightsVersion] = ()
+    if any(delta.weights for delta in deltas):
+        # Why filled up: what came before other weights were loaded says nothing of its own.
+        weights = chain.from_iterable(one.weights or [_FIRST_WEIGHTS] * len(one.token_ids) for one in deltas)
     return replace(
         last, text="".join(delta.text for delta in deltas),
         token_ids=tuple(chain.from_iterable(delta.token_ids for delta in deltas)),
         logprobs=tuple(chain.from_iterable(logprobs)) if logprobs else None,
+        weights=tuple(weights),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from pagedcore.errors import RequestTimeout
-from pagedcore.outputs import Delta, TokenLogprobs, Usage
+from pagedcore.outputs import Delta, TokenLogprobs, Usage, WeightsVersion
 from pagedcore.serving.stream import Stream, StreamReader, join, wake
 
 
@@ -40,6 +40,15 @@ def test_joining_keeps_what_only_one_of_them_has() -> None:
     assert joined(last, first).logprobs == (scored,)
     assert joined(first, replace(last, logprobs=(scored,))).logprobs == (scored, scored)
     assert joined(first, last).usage == Usage(3, 0, 2)
+
+
+def test_joining_keeps_which_weights_each_token_was_drawn_with() -> None:
+    """Those that the engine was made with are not named before others come; then each token has its own."""
+    first, new = delta("ab", 1, 2), WeightsVersion(7, "seven")
+    last = replace(delta("c", 3), weights=(new,))
+    assert joined(first, first).weights == ()
+    assert joined(first, last).weights == (WeightsVersion(0), WeightsVersion(0), new)
+    assert joined(last, last).weights == (new, new)
 
 
 def test_unread_deltas_do_not_accumulate() -> None:
