@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from pagedcore import SharedEngines
 from pagedcore.errors import EngineInUse, InvalidConfig, InvalidRequest, UnknownAdapter
+from pagedcore.request_options import RequestOptions
 from pagedcore_http.body import body_limit, read_object
 from pagedcore_http.drain import OpenCalls
 from pagedcore_http.event_stream import run_until_disconnect
@@ -174,11 +175,13 @@ class Service:
         """Keep the model of a call awake until it is answered; the time of the wake is the call's.
 
         Raises:
+            InvalidRequest: its engine would refuse an option, and nothing is woken for that.
             RefusedAtTheDoor: as ``use``.
             RequestTimeout, DeadlineMissed: it had to be answered by now.
             ClientGone: the client has left meanwhile.
         """
         if self.shared is not None:
+            served.engine.input_processor.check_options(RequestOptions(**call.options))
             await call.after(run_until_disconnect(request.receive, self.use(request, served)))
 
     async def use(self, request: Request, served: ServedModel) -> None:

@@ -48,7 +48,8 @@ class ApiKeys:
 
         Args:
             keys: of those who may call.
-            admin_key: may also read ``/metrics``, which shows all tenants together, and change what is served.
+            admin_key: may also read ``/metrics``, which shows all tenants together, and change what is served; it
+                cannot be limited to names.
             weights: of keys for ``scheduling_policy="fair"``, 1 for those without. Raises ``InvalidRequest`` for one.
             models: what a key may use: "name" is a model without adapters, "name:adapter" one with an adapter, and
                 "name:*" one without and with each. Everything else is for that key as if it were not served. Keys

@@ -88,7 +88,7 @@ class NewWeights:
         self._way: str = _WAY.check("way", way)
         self._ready: TransformersModel | None = None
         self._second: MemoryLease | None = None
-        self._is_staging = False
+        self._is_staging, self._lock = False, threading.Lock()
         self._is_done = self._is_open = False
         self._process_id = os.getpid()
 
@@ -129,16 +129,19 @@ class NewWeights:
         from pagedcore_kernels.cpu.runtime.openmp import usable_torch
         from pagedcore_kernels.cpu.runtime.threads import num_threads_of_torch
 
-        self._require_first()
-        self._second, self._is_staging = self._draw_second(), True
+        with self._lock:
+            self._require_first()
+            self._second, self._is_staging = self._draw_second(), True
         try:
             with DefaultFloatState(num_threads_of_torch()), usable_torch():
                 self._ready = make_ready(self._backend, weights)
         finally:
-            self._is_staging = False
-            # Why: whoever awaits this on another thread may have left.
-            if self._ready is None or not self._is_open:
-                self._drop()
+            with self._lock:
+                self._is_staging = False
+                if self._ready is None:
+                    self._drop()
+                if not self._is_open:
+                    self._leave()
 
     @property
     def is_staged(self) -> bool:
@@ -168,12 +171,18 @@ class NewWeights:
                 self._name(version)
 
     def close(self) -> None:
-        """End the load; what was staged and not committed is dropped. A second call does nothing."""
-        if self._is_open:
-            self._is_open = False
-            if not self._is_staging:
-                self._drop()
-            self._holder.release()
+        """End the load; what was staged and not committed is dropped, and no other load begins while another thread
+        stages still. A second call does nothing.
+        """
+        with self._lock:
+            was_open, self._is_open = self._is_open, False
+            # Why not always: whoever awaited the other thread has left, and it still has the memory.
+            if was_open and not self._is_staging:
+                self._leave()
+
+    def _leave(self) -> None:
+        self._drop()
+        self._holder.release()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

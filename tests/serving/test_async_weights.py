@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -125,7 +126,7 @@ def test_one_load_at_a_time_and_a_cancelled_one_changes_nothing(engine: AsyncEng
 async def test_a_copy_whose_caller_has_left_is_given_back_when_its_thread_ends(
     weights: Tensors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not before, because until then its memory is taken."""
+    """Not before, because until then its memory is taken; nor does another load begin, or a sleep."""
     may_go, make = threading.Event(), new_weights.make_ready
 
     def wait(*given: Any) -> Any:
@@ -143,9 +144,43 @@ async def test_a_copy_whose_caller_has_left_is_given_back_when_its_thread_ends(
         with pytest.raises(asyncio.CancelledError):
             await loading
         assert budget.left_bytes < left
+        for another in (swap(engine, weights), engine.sleep()):
+            with pytest.raises(EngineInUse):
+                await another
         may_go.set()
         while budget.left_bytes < left:
             await asyncio.sleep(0.001)
         assert engine.weights == START
         await swap(engine, weights)
         assert (budget.left_bytes, engine.weights == START) == (left, False)
+
+
+async def test_an_engine_closes_while_a_load_packs_that_nobody_awaits(
+    weights: Tensors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for no thread but its own, and what that thread has made is dropped when it ends."""
+    is_packing, may_go, make = threading.Event(), threading.Event(), new_weights.make_ready
+
+    def wait(*given: Any) -> Any:
+        is_packing.set()
+        may_go.wait(20)
+        return make(*given)
+
+    monkeypatch.setattr(new_weights, "make_ready", wait)
+    engine = AsyncEngine.from_pretrained("demo")
+    loading = asyncio.create_task(swap(engine, weights))
+    await asyncio.to_thread(is_packing.wait, 20)
+    loading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await loading
+    await asyncio.wait_for(engine.aclose(), 10)
+    holder = engine._named.weights_holder
+    with pytest.raises(EngineInUse):
+        holder.claim()
+    may_go.set()
+    async with asyncio.timeout(20):
+        while True:
+            await asyncio.sleep(0.001)
+            with suppress(EngineInUse):
+                holder.claim()
+                return

@@ -40,7 +40,7 @@ DOORS: dict[str, dict[str, Any]] = {
 
 
 @asynccontextmanager
-async def opened(tmp_path: Path) -> AsyncIterator[App]:
+async def opened(tmp_path: Path, **settings: Any) -> AsyncIterator[App]:
     """The models "math" with the adapter fr, and "chat" with de and fr, which are others."""
     async with AsyncExitStack() as stack:
         engines = dict[str, AsyncEngine]()
@@ -51,7 +51,7 @@ async def opened(tmp_path: Path) -> AsyncIterator[App]:
             engines[name] = await stack.enter_async_context(AsyncEngine(engine, stream_interval_s=0.0))
         keys = ApiKeys([ALL, *MODELS], ADMIN, models=MODELS)
         app: Any = openai_app(engines, api_keys=keys, page=True, recordings=True, adapter_roots=[str(tmp_path)],
-                              weights_dir=tmp_path)
+                              weights_dir=tmp_path, **settings)
         yield App(app, app, engines["math"])  # type: ignore[arg-type]
 
 
@@ -68,6 +68,13 @@ async def test_what_a_key_may_not_use_is_not_found(tmp_path: Path) -> None:
                                  for one in (name, "n" * len(name))]
                 assert (found.status, found.text) == (404, nobody.text), (path, key, name)
             assert (await ask(app, ALL, path, {**DOORS[path], "model": hidden[0]})).status != 404
+
+
+async def test_rights_are_the_keys_where_salts_are_a_hooks(tmp_path: Path) -> None:
+    """An app that tells tenants apart by ``salt_of`` gives each key what is its own all the same."""
+    async with opened(tmp_path, salt_of=lambda request: "everybody's") as app:
+        answers = [await ask(app, FR, "/v1/completions", {**PROMPT, "model": name}) for name in ("math:fr", "chat")]
+        assert [one.status for one in answers] == [200, 404]
 
 
 async def test_a_key_lists_and_uses_what_it_was_given(tmp_path: Path) -> None:

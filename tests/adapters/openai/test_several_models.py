@@ -55,10 +55,10 @@ def asked(model: str, **more: Any) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def two_of_three() -> AsyncIterator[tuple[App, SharedEngines]]:
+async def two_of_three(**settings: Any) -> AsyncIterator[tuple[App, SharedEngines]]:
     """Three models where there is room for two."""
     shared = SharedEngines.from_pretrained(
-        dict.fromkeys("abc", "demo"), memory="14MiB", kv_cache_memory="6MiB", max_num_seqs=4)
+        dict.fromkeys("abc", "demo"), memory="14MiB", kv_cache_memory="6MiB", max_num_seqs=4, **settings)
     async with shared:
         app: Any = openai_app(shared, api_keys=ApiKeys([ONE, LIMITED], ADMIN, models={LIMITED: ["b"]}), metrics=True,
                               weights_dir=DEMO_MODEL_DIR.parent)
@@ -81,6 +81,8 @@ async def test_calls_wake_and_looks_do_not() -> None:
             ("/v1/models", b"GET"), ("/v1/models/a", b"GET"), ("/health", b"GET"), ("/metrics", b"GET"),
             ("/tokenize", {"model": "a", "prompt": "x"}), ("/v1/completions", asked("a", max_tokens=-1)),
             ("/v1/completions", asked("other")), ("/is_sleeping?model=a", b"GET"),
+            ("/v1/completions", asked("a", deadline_s=9)),
+            ("/v1/embeddings", {"model": "a", "input": "x", "deadline_s": 9}),
         ):
             await app.call(path, content, headers=with_key(ADMIN))
             assert awake(shared) == "bc", path
@@ -107,7 +109,7 @@ async def test_the_time_of_a_wake_is_the_calls(monkeypatch: pytest.MonkeyPatch) 
     """
     may_read, read = threading.Event(), Wake.read
     monkeypatch.setattr(Wake, "read", lambda wake: (may_read.wait(20), read(wake)))
-    async with two_of_three() as (app, shared):
+    async with two_of_three(scheduling_policy="deadline") as (app, shared):
         for path, fields, status in (
             ("/v1/completions", asked("a", timeout_s=0.05), 504), ("/v1/completions", asked("a", deadline_s=0.05), 503),
             ("/v1/completions", asked("a", stream=True, timeout_s=0.05, deadline_s=9), 504),
