@@ -1,7 +1,8 @@
 """How long the host takes to plan a step for a GPU: python benchmarks/cuda_plan.py
 
-Needs no GPU. Prints the best of many runs: of a step's arrays being made of its rows, of all that follows until they
-are in the memory that the GPU copies from (checks, work lists, filling), and of the work lists alone.
+Needs no GPU. Prints the best of many steps: of a step's arrays being made of its rows; of all that follows until they
+are in the memory that the GPU copies from (checks, work lists, filling), the first time in a step, and at once again,
+when caches are warm; and the best of many runs of the work lists alone.
 """
 
 from __future__ import annotations
@@ -48,10 +49,21 @@ class Decoding:
     def __init__(self, contexts: list[int]) -> None:
         num_blocks = sum(-(-one // BLOCK) + STEPS for one in contexts)
         self.manager, self.stack = BlockManager(num_blocks, BLOCK), TableStack()
-        self.sequences = [Sequence(number, [7] * (length + 1), SamplingParams(), max_tokens=STEPS, seed=0)
-                          for number, length in enumerate(contexts)]
-        for sequence in self.sequences:
-            sequence.num_computed_tokens = len(sequence.token_ids) - 1
+        self.sequences, self._number = list[Sequence](), 0
+        for length in contexts:
+            self.join(length)
+
+    def join(self, length: int) -> None:
+        """Let a sequence of so many tokens come."""
+        self._number += 1
+        self.sequences.append(Sequence(self._number, [7] * (length + 1), SamplingParams(), max_tokens=STEPS, seed=0))
+        self.sequences[-1].num_computed_tokens = length
+
+    def exchange(self, place: int) -> None:
+        """Let a sequence go, and one that is as long come behind all others."""
+        gone = self.sequences.pop(place)
+        self.manager.free_blocks(gone)
+        self.join(len(gone.token_ids))
 
     def next_step(self) -> list[ScheduledRow]:
         """Every sequence has got a token; return the rows of the next step, whose blocks are reserved."""
@@ -73,7 +85,8 @@ class Decoding:
 def plans(num_blocks: int) -> LayerPlans:
     """What plans steps over a pool of so many blocks, whose memory is not there, with one kind of layers."""
     layout = TokenMajorLayout(BLOCK, torch.bfloat16, (LayerShape(KV_HEADS, 128, 128),))
-    made = LayerPlans(layout, torch.empty(1, dtype=torch.uint8).expand(num_blocks, layout.block_bytes), NUM_CTAS)
+    pool = torch.empty(1, dtype=torch.uint8, device="meta").expand(num_blocks, layout.block_bytes)
+    made = LayerPlans(layout, pool, NUM_CTAS)
     first = SimpleNamespace(
         slot_mapping=np.zeros(1, np.int64), query_start=np.array([0, 1]), kv_lens=np.ones(1, np.int64),
         block_tables=np.zeros((1, 1), np.int32))
@@ -91,28 +104,38 @@ def best_us(run: Callable[[], object], runs: int = RUNS) -> float:
     return best * 1e6
 
 
-def time_decode(contexts: list[int]) -> tuple[float, float]:
-    """Microseconds of making the arrays of a decode step, and of planning it; the best of steps one after the other."""
+def time_decode(contexts: list[int], changes: bool) -> tuple[float, float, float]:
+    """Microseconds of making the arrays of a decode step, of planning it in a frame, and of planning it again; the best
+    of steps one after the other. ``changes``: in each, one sequence goes and one comes.
+    """
     decoding = Decoding(contexts)
     layer_plans = plans(decoding.manager.num_blocks)
-    made = planned = float("inf")
-    for _ in range(STEPS):
+    frame = layer_plans.new_frame(256, 8192 // BLOCK)
+    made = planned = again = float("inf")
+    for step in range(STEPS):
+        if changes:
+            decoding.exchange(step % len(contexts))
         rows = decoding.next_step()
-        start = time.perf_counter()
+        begin = time.perf_counter()
         batch = decoding.batch(rows)
-        made = min(made, (time.perf_counter() - start) * 1e6)
+        middle = time.perf_counter()
         numbers = [batch.token_ids, batch.positions]
-        planned = min(planned, best_us(lambda: layer_plans.begin(batch, numbers), 10))  # noqa: B023
-    return made, planned
+        layer_plans.begin(batch, numbers, frame)
+        end = time.perf_counter()
+        made, planned = min(made, middle - begin), min(planned, end - middle)
+        again = min(again, best_us(lambda: layer_plans.begin(batch, numbers, frame), 10))  # noqa: B023
+    return made * 1e6, planned * 1e6, again
 
 
 def main() -> None:
     """Time decode steps, and the work lists of three batches of 256 sequences and a small one."""
     random = np.random.default_rng(0)
     contexts = random.integers(100, 8000, 256).tolist()
-    for count in (256, 64, 8):
-        made, planned = time_decode(contexts[:count])
-        print(f"{count} decode rows, 100 to 8,000 tokens: arrays {made:.0f} us, plan {planned:.0f} us")
+    torch.set_num_threads(1)
+    for count, changes in ((256, False), (256, True), (64, False), (8, False)):
+        made, planned, again = time_decode(contexts[:count], changes)
+        print(f"{count} decode rows, 100 to 8,000 tokens{', one of them new' * changes}: arrays {made:.0f} us, plan "
+              f"{planned:.0f} us, again {again:.0f} us")
     for name, tokens, past in (
         ("256 decode rows, 100 to 8,000 tokens", [1] * 256, contexts),
         ("8 decode rows, 100 to 8,000 tokens", [1] * 8, contexts[:8]),

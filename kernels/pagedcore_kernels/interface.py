@@ -62,7 +62,10 @@ class RaggedRows(Protocol):
 
     @property
     def block_tables(self) -> Int32Array:
-        """Shape [R, W], C-contiguous; block ids of each row in order, -1 past its end."""
+        """Shape [R, W], C-contiguous; block ids of each row in order, -1 past its end.
+
+        An array that is not writeable may come again in a later step, with longer rows; it keeps what it has.
+        """
         ...
 
     @property
@@ -340,7 +343,7 @@ class RecordsLaunches(Protocol):
 
         Args:
             frame: of ``new_frame``.
-            batch: one token a row. A row of 0 tokens is padding, and a slot of -1 is none.
+            batch: one token a row. A row of 0 tokens is padding and may have no table, and a slot of -1 is none.
             numbers: arrays of as many as there are rows.
 
         Returns:

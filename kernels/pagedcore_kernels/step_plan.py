@@ -43,7 +43,12 @@ class StepPlan:
     is read.
     """
 
-    def __init__(self, batch: RaggedRows, num_blocks: int, block_size: int, window: int = 0) -> None:
+    def __init__(
+        self, batch: RaggedRows, num_blocks: int, block_size: int, window: int = 0, before: StepPlan | None = None
+    ) -> None:
+        """Check a batch, beside the step ``before`` with the same pool: rows of an array of tables that nobody may
+        write to stay as they were.
+        """
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._window = window
@@ -53,7 +58,9 @@ class StepPlan:
         self.block_tables: Int32Array = np.ascontiguousarray(batch.block_tables, np.int32)
         self._tiles: dict[int, QueryTiles] = {}
         self._check_rows()
-        self._check_blocks()
+        self.used: Int64Array = -(-self.kv_lens // block_size)
+        """Shape [R]; blocks that each row reads."""
+        self._check_blocks(before)
 
     @property
     def num_tokens(self) -> int:
@@ -73,7 +80,7 @@ class StepPlan:
     @cached_property
     def query_lens(self) -> Int64Array:
         """Shape [R]; tokens of each row."""
-        return np.diff(self.query_start)
+        return self.query_start[1:] - self.query_start[:-1]
 
     def tiles(self, queries: int) -> QueryTiles:
         """Cut each row into tiles of at most ``queries`` tokens, the dearest first so that threads end together."""
@@ -105,10 +112,11 @@ class StepPlan:
 
     def _check_rows(self) -> None:
         tables = self.block_tables.shape
-        if len(self.query_start) != self.num_rows + 1 or len(tables) != 2 or tables[0] != self.num_rows:
+        is_whole = len(tables) == 2 and tables[0] <= self.num_rows and not self.kv_lens[tables[0] :].any()
+        if len(self.query_start) != self.num_rows + 1 or not is_whole:
             raise InternalError(
                 f"ragged batch: {self.num_rows} kv_lens, {len(self.query_start)} query_start and block_tables of "
-                f"shape {tables}, expected R, R + 1 and [R, W]."
+                f"shape {tables}, expected R, R + 1 and [R, W], or fewer tables if the last rows have no KV."
             )
         starts = self.query_start
         if starts[0] != 0 or starts[-1] > self.num_tokens or (self.query_lens < 0).any():
@@ -125,30 +133,32 @@ class StepPlan:
                 f"the {limit} that its block table has room for."
             )
 
-    def _check_blocks(self) -> None:
+    def _check_blocks(self, before: StepPlan | None) -> None:
         slots = self.slots
         if len(slots) and (slots.min() < -1 or slots.max() >= self.num_blocks * self.block_size):
             raise InternalError(
                 f"slot_mapping: slots from {slots.min()} to {slots.max()}, expected -1 to "
                 f"{self.num_blocks * self.block_size - 1}."
             )
-        if self.num_rows == 0:
-            return
-        used = -(-self.kv_lens // self.block_size)
-        if not (width := int(used.max())):
+        tables, used, rows = self.block_tables, self.used[: len(self.block_tables)], np.arange(len(self.block_tables))
+        if before is not None and before.block_tables is tables and not tables.flags.writeable:
+            rows = np.flatnonzero(used > before.used[: len(tables)])
+            tables, used = tables[rows], used[rows]
+        if not len(rows) or not (width := int(used.max())):
             return
         # Why: seen as unsigned a negative id is a huge one, so one comparison finds both kinds.
-        wrong = self.block_tables[:, :width].view(np.uint32) >= self.num_blocks
+        wrong = tables[:, :width].view(np.uint32) >= self.num_blocks
         if self._window:
-            seen_from = np.maximum(0, self.kv_lens - self.query_lens + 1 - self._window) // self.block_size
+            past = (self.kv_lens - self.query_lens)[rows]
+            seen_from = np.maximum(0, past + 1 - self._window) // self.block_size
             wrong &= np.arange(width) >= seen_from[:, None]
         # Why the first of each row: what is past a row's end is not read, and mostly -1.
-        first, rows = wrong.argmax(1), np.arange(self.num_rows)
-        refused = wrong[rows, first] & (first < used)
+        first = wrong.argmax(1)
+        refused = wrong[np.arange(len(rows)), first] & (first < used)
         if refused.any():
-            row = int(refused.argmax())
-            column = int(first[row])
+            place = int(refused.argmax())
+            column = int(first[place])
             raise InternalError(
-                f"block_tables: row {row} names block {self.block_tables[row, column]} at index {column}, expected "
+                f"block_tables: row {rows[place]} names block {tables[place, column]} at index {column}, expected "
                 f"0 to {self.num_blocks - 1}."
             )

@@ -65,18 +65,19 @@ class RaggedBatch:
 
 class TableStack:
     """Stacks the block tables of one step after the other. A decode step has the rows of the last one, of which one in
-    ``block_size`` has one more block: the others are copied in one piece.
+    ``block_size`` has one more block: nothing else is written. Rows that come, go or change places cost a copy.
 
-    Invariant: an array that was returned does not change.
+    Invariant: an array that was returned does not change before its rows' ends, and only this writes to it.
     """
 
     def __init__(self) -> None:
         self._tables: list[BlockTable] = []
         self._changes, self._needed = np.empty(0, np.int64), np.empty(0, np.int64)
         self._stacked: Int32Array = np.empty((0, 0), np.int32)
+        self._shown = self._stacked
 
     def stack(self, tables: list[BlockTable], needed: Int64Array) -> Int32Array:
-        """Return [R, W] block ids, -1 past each row's end; W is the longest row's need.
+        """Return [R, W] block ids, -1 past each row's end; W is the longest row's need. Nobody may write to it.
 
         Args:
             tables: R of them.
@@ -86,30 +87,47 @@ class TableStack:
             InternalError: a table has fewer.
         """
         changes = np.array([table.num_changes for table in tables])
-        if tables == self._tables and needed.max() == self._stacked.shape[1]:
-            rows = np.flatnonzero((changes != self._changes) | (needed != self._needed))
-            stacked = self._stacked.copy() if len(rows) else self._stacked
-            for row, count in zip(rows.tolist(), needed[rows].tolist(), strict=True):
-                stacked[row, count:] = -1
-                _fill(stacked, row, tables[row].block_ids, count)
-        else:
-            stacked = stack_tables([table.block_ids for table in tables], needed)
-        self._tables, self._changes, self._needed, self._stacked = tables, changes, needed, stacked
-        return stacked
+        stacked, seen, had = self._stacked, self._changes, self._needed
+        if tables != self._tables or needed.max() != stacked.shape[1]:
+            stacked, seen, had = self._moved(tables, int(needed.max()))
+        rows = np.flatnonzero((changes != seen) | (needed != had))
+        ends = list(zip(rows.tolist(), had[rows].tolist(), needed[rows].tolist(), strict=True))
+        for row, _, count in ends:
+            if tables[row].num_blocks < count:
+                raise InternalError(f"batch: a row needs {count} blocks and its table has {tables[row].num_blocks}")
+        if stacked is self._stacked and not all(
+            before <= count and np.array_equal(stacked[row, :before], tables[row].block_ids[:before])
+            for row, before, count in ends
+        ):
+            stacked = stacked.copy()
+        for row, _, count in ends:
+            stacked[row, :count], stacked[row, count:] = tables[row].block_ids[:count], -1
+        if stacked is not self._stacked:
+            self._stacked, self._shown = stacked, stacked.view()
+            self._shown.flags.writeable = False
+        self._tables, self._changes, self._needed = tables, changes, needed
+        return self._shown
+
+    def _moved(self, tables: list[BlockTable], width: int) -> tuple[Int32Array, Int64Array, Int64Array]:
+        """Return a new array with the rows of the last one where these tables are, and what is known of its rows."""
+        places = {table: place for place, table in enumerate(self._tables)}
+        sources = np.array([places.get(table, -1) for table in tables])
+        stacked, common = np.full((len(tables), width), -1, np.int32), min(width, self._stacked.shape[1])
+        known, nothing = sources >= 0, np.full(len(tables), -1)
+        if not known.any():
+            return stacked, nothing, nothing
+        stacked[:, :common] = self._stacked[sources, :common]
+        return stacked, np.where(known, self._changes[sources], -1), np.where(known, self._needed[sources], -1)
 
 
 def stack_tables(tables: ListOf[Int32Array], needed: Int64Array) -> Int32Array:
     """Do what ``TableStack.stack`` does with arrays of block ids, from nothing."""
     stacked = np.full((len(tables), int(needed.max())), -1, dtype=np.int32)
     for row, (table, count) in enumerate(zip(tables, needed.tolist(), strict=True)):
-        _fill(stacked, row, table, count)
+        if len(table) < count:
+            raise InternalError(f"batch: a row needs {count} blocks and its table has {len(table)}")
+        stacked[row, :count] = table[:count]
     return stacked
-
-
-def _fill(stacked: Int32Array, row: int, table: Int32Array, count: int) -> None:
-    if len(table) < count:
-        raise InternalError(f"batch: a row needs {count} blocks and its table has {len(table)}")
-    stacked[row, :count] = table[:count]
 
 
 def build_batch(
@@ -130,21 +148,19 @@ def build_batch(
         InternalError: a sequence has fewer blocks than the positions it is to have, or its adapter is in no slot.
     """
     sequences, block_size = [row.sequence for row in rows], block_manager.block_size
-    starts = np.array([row.start for row in rows], dtype=np.int64)
-    counts = np.array([row.num_tokens for row in rows], dtype=np.int64)
-    if counts.max() == 1:
-        tokens = [row.sequence.token_ids[row.start] for row in rows]
+    numbers, num_sampled = [one.sequence_id for one in sequences], [row.num_sampled for row in rows]
+    starts, num_tokens = np.array([row.start for row in rows], np.int64), [row.num_tokens for row in rows]
+    if num_tokens.count(1) == len(rows):
+        counts, tokens = np.ones(len(rows), np.int64), [row.sequence.token_ids[row.start] for row in rows]
     else:
+        counts = np.array(num_tokens, np.int64)
         known = [row.sequence.token_ids[row.start : row.end] for row in rows]
         tokens = list(chain.from_iterable(chain(one, row.drafts) for one, row in zip(known, rows, strict=True)))
-    numbers = [sequence.sequence_id for sequence in sequences]
-    num_sampled = [row.num_sampled for row in rows]
     batch = assemble(
-        np.array(tokens, dtype=np.int64), starts, counts,
-        seq_ids=np.array(numbers, dtype=np.int64),
+        np.array(tokens, np.int64), starts, counts, seq_ids=np.array(numbers, np.int64),
         tables=(stack or TableStack()).stack(block_manager.tables(numbers), -(-(starts + counts) // block_size)),
         block_size=block_size,
-        is_sampled=np.array(num_sampled, dtype=np.bool_),
+        is_sampled=None if num_sampled.count(1) == len(rows) else np.array(num_sampled, np.bool_),
     )
     if (most := max(num_sampled)) > 1:
         ends = [(end, count) for end, count in zip(batch.query_start[1:].tolist(), num_sampled, strict=True)]
@@ -221,8 +237,11 @@ def assemble(
     if query_start[-1] != len(token_ids):
         raise InternalError(f"batch: {len(token_ids)} tokens were given for rows of {query_start[-1]}")
     stacked = tables if isinstance(tables, np.ndarray) else stack_tables(tables, -(-kv_lens // block_size))
-    row_of_token = np.repeat(np.arange(len(counts)), counts)
-    positions = np.arange(len(token_ids)) + (starts - query_start[:-1])[row_of_token]
+    if len(token_ids) == len(counts) and counts.max() == 1:
+        row_of_token, positions = np.arange(len(counts)), starts
+    else:
+        row_of_token = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(len(token_ids)) + (starts - query_start[:-1])[row_of_token]
     slots = _slots(stacked, row_of_token, positions, block_size)
     if len(token_ids) == 1:
         # Why: matrix products of one row take another path than those of many, and round differently.

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kernels.attention_cases import Rows, random_tables
+from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.step_plan import StepPlan
 
 
@@ -63,3 +64,33 @@ def test_a_prompt_is_written_in_whole_blocks() -> None:
     """Consecutive positions make one run per block, not one per token."""
     rows = Rows([(64, 64)], random_tables([(64, 64)], 16, 4, 1), 16)
     assert StepPlan(rows, 4, 16).writes.lengths.tolist() == [16, 16, 16, 16]
+
+
+@pytest.mark.parametrize(("column", "kv_len", "is_locked", "is_refused"), [
+    (0, 20, True, False), (0, 20, False, True), (1, 33, True, True), (2, 33, True, True), (2, 32, True, False),
+])
+def test_what_was_checked_is_checked_once(column: int, kv_len: int, is_locked: bool, is_refused: bool) -> None:
+    """Of tables that nobody may write to, only rows that read more blocks than in the step before are looked at."""
+    lengths = [(1, 40), (1, 20)]
+    rows = Rows(lengths, tables := random_tables(lengths, 16, 40, 1), 16)
+    rows.block_tables = tables.view()
+    rows.block_tables.flags.writeable = not is_locked
+    before = StepPlan(rows, 40, 16)
+    tables[1, column] = 40
+    rows.kv_lens = np.array([40, kv_len])
+    if is_refused:
+        with pytest.raises(InternalError, match=f"row 1 names block 40 at index {column}, expected 0 to 39"):
+            StepPlan(rows, 40, 16, before=before)
+    else:
+        StepPlan(rows, 40, 16, before=before)
+
+
+def test_rows_without_kv_need_no_table() -> None:
+    """A step may have fewer tables than rows, if the last rows read nothing."""
+    lengths = [(1, 40), (0, 0)]
+    rows = Rows(lengths, random_tables(lengths, 16, 40, 1), 16)
+    rows.block_tables = rows.block_tables[:1]
+    assert StepPlan(rows, 40, 16).used.tolist() == [3, 0]
+    rows.kv_lens = np.array([40, 1])
+    with pytest.raises(InternalError, match="or fewer tables if the last rows have no KV"):
+        StepPlan(rows, 40, 16)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
 from pagedcore.analysis.diagnosis.invariants import Snapshot
+from pagedcore.execution.ragged_batch import RaggedBatch
 from pagedcore.kv_cache.memory_snapshot import Known
 from pagedcore.scheduler import chunk_ends
 from pagedcore.scheduler.chunk_ends import kind_of_plan
@@ -56,6 +57,14 @@ def require_true_states(now: Snapshot, backend: KeepsToyStates) -> None:
             digest, count = contents[one.state_id].tolist()
             is_true = count == len(tokens) and digest == toy_digest(np.array(tokens))
             require(is_true, f"state {one.state_id} is not that of the tokens it is found by")
+
+
+def require_same_batch(batch: RaggedBatch, fresh: RaggedBatch) -> None:
+    """The arrays of a step that follows another are those made from nothing."""
+    for one in fields(RaggedBatch):
+        found, wanted = getattr(batch, one.name), getattr(fresh, one.name)
+        require((found is None) == (wanted is None) and (found is None or np.array_equal(found, wanted)),
+                f"{one.name} of a step differs from the one made from nothing")
 
 
 def _require_true(registered: Mapping[bytes, Known], memory: np.ndarray, where: str) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from pagedcore.analysis.diagnosis.invariants import Snapshot, check, snapshot
 from pagedcore.errors import EngineOverloaded, RequestTooLarge
 from pagedcore.execution.kv_transfers import KVTransfers
-from pagedcore.execution.ragged_batch import build_batch
+from pagedcore.execution.ragged_batch import TableStack, build_batch
 from pagedcore.outputs import FinishReason
 from pagedcore.protocols import FloatArray
 from pagedcore.scheduler import policies
@@ -39,6 +39,7 @@ from scheduler_lives.laws import (
     require,
     require_alternation,
     require_lawful_plan,
+    require_same_batch,
     require_true_contents,
     require_true_states,
     short_prompts_leave_states,
@@ -217,7 +218,7 @@ class Simulation:
     trace: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
+        self.rng, self.stack = random.Random(self.seed), TableStack()
         self.world = World.draw(self.rng)
         state_rng = random.Random(f"states {self.seed}")
         if self.has_windows:
@@ -539,7 +540,8 @@ class Simulation:
         if self._has_fault(0.15):
             self.backend.raise_on_step = self.backend.num_steps + 1
         try:
-            batch = build_batch(rows, self.scheduler.kv_cache.device)
+            batch = build_batch(rows, self.scheduler.kv_cache.device, stack=self.stack)
+            require_same_batch(batch, build_batch(rows, self.scheduler.kv_cache.device))
             wanted = batch.hidden_rows if batch.hidden_rows is not None else np.zeros(0, np.int64)
             logits, hidden = self.backend.forward_hidden(batch, wanted)
         except RuntimeError:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pagedcore.execution.kv_transfers import KVTransfers
+from pagedcore.execution.ragged_batch import TableStack
 from pagedcore.kv_cache.block_manager import BlockManager
 from pagedcore.kv_cache.block_pool import BlockPool
 from pagedcore.kv_cache.block_table import BlockTable
@@ -367,6 +368,32 @@ def ends_twice(patch: Patch) -> None:
     patch.setattr(Scheduler, "finish_sequence", again)
 
 
+# Arrays that are kept from step to step --------------------------------------------------------------------------
+
+
+def rows_stay_where_they_were(patch: Patch) -> None:
+    """When rows come, go or change places, those of the last step are taken for the new ones."""
+    moved = TableStack._moved
+
+    def stay(self: TableStack, tables: list[BlockTable], width: int) -> Any:
+        self._tables = tables[: len(self._tables)]
+        return moved(self, tables, width)
+
+    patch.setattr(TableStack, "_moved", stay)
+
+
+def only_longer_rows_are_stacked(patch: Patch) -> None:
+    """A row that is as long as before is not looked at, though its last block became another."""
+    stack = TableStack.stack
+
+    def longer(self: TableStack, tables: list[BlockTable], needed: Any) -> Any:
+        for table in tables:
+            table.num_changes = 0
+        return stack(self, tables, needed)
+
+    patch.setattr(TableStack, "stack", longer)
+
+
 MUTANTS: list[Callable[[Patch], None]] = [
     leak_on_finish, double_free, last_block_lost, block_in_two_tables, shared_without_a_reference, held_block_evicted,
     parent_evicted_first, rollback_forgotten, copy_source_never_released, no_tail_copy, partly_filled_block_shared,
@@ -376,7 +403,7 @@ MUTANTS: list[Callable[[Patch], None]] = [
     overdue_transfer_believed, overdue_blocks_handed_out, overdue_load_tried_again, never_timed_out,
     preempted_remembers, preempted_lost, budget_overrun, blocks_not_counted, adopted_blocks_not_counted,
     promises_forgotten, holders_never_asked, overtaking, match_not_used, gone_still_counts, prompts_before_decodes,
-    stop_ignored, ends_twice,
+    stop_ignored, ends_twice, rows_stay_where_they_were, only_longer_rows_are_stacked,
 ]
 
 

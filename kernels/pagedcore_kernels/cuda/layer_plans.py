@@ -79,6 +79,7 @@ class LayerPlans:
         self._step_buffer = StepBuffer(pool.device)
         self._late_buffers: list[StepBuffer] = []
         self._scratch = Scratch(pool.device)
+        self._before: StepPlan | None = None
 
     @property
     def partials(self) -> torch.Tensor:
@@ -121,7 +122,7 @@ class LayerPlans:
         Raises:
             InternalError: a block id, slot or length is out of range, or a row has too many tokens for a frame.
         """
-        plan = StepPlan(batch, self._num_blocks, self._layout.block_size)
+        plan = self._before = StepPlan(batch, self._num_blocks, self._layout.block_size, before=self._before)
         lists = [self._cut(plan, kind) for kind in self._kinds]
         if frame is not None:
             lists = [self._fill(each, kv_heads, plan) for each, (_, kv_heads) in zip(lists, self._kinds, strict=True)]

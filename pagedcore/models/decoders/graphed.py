@@ -181,12 +181,10 @@ def _decodes_all(batch: RaggedRows) -> bool:
 
 
 def _padded(batch: RaggedRows, size: int) -> RaggedRows:
-    """Return a decode step with so many rows, and as many tokens."""
+    """Return a decode step with so many rows, and as many tokens; what it has more than before has no table."""
     num_rows = len(batch.kv_lens)
     if num_rows == size == len(batch.token_ids):
         return batch
-    tables = np.full((size, batch.block_tables.shape[1]), -1, np.int32)
-    tables[:num_rows] = batch.block_tables
 
     def up_to(numbers: Any, size: int, rest: int) -> Any:
         return np.concatenate((numbers[:size], np.full(size - len(numbers[:size]), rest, numbers.dtype)))
@@ -194,8 +192,9 @@ def _padded(batch: RaggedRows, size: int) -> RaggedRows:
     given = {"token_ids": 0, "positions": 0, "slot_mapping": -1}
     tokens = {name: up_to(getattr(batch, name)[:num_rows], size, rest) for name, rest in given.items()}
     return RaggedBatch(
-        **tokens, seq_ids=up_to(batch.seq_ids, size, -1), kv_lens=up_to(batch.kv_lens, size, 0), block_tables=tables,
-        query_start=up_to(batch.query_start, size + 1, num_rows), logits_rows=np.arange(size),
+        **tokens, seq_ids=up_to(batch.seq_ids, size, -1), kv_lens=up_to(batch.kv_lens, size, 0),
+        block_tables=batch.block_tables, query_start=up_to(batch.query_start, size + 1, num_rows),
+        logits_rows=np.arange(size),
         is_long=None if batch.is_long is None else up_to(batch.is_long, size, False),
     )
 

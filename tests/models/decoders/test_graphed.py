@@ -140,11 +140,11 @@ def test_recording_ahead_has_an_end(
 
 
 def test_padding_is_no_row() -> None:
-    """What is added has no token, no slot and no block, so that nothing is written and nothing read for it."""
+    """What is added has no token, no slot and no table, so that nothing is written and nothing read for it."""
     steps, attention = make()
     steps.run(decode(3, 9, 4))
     (batch,) = attention.planned
-    assert batch.block_tables.tolist() == [[100, -1], [200, 201], [300, -1], [-1, -1]]
+    assert batch.block_tables.tolist() == [[100, -1], [200, 201], [300, -1]]
     assert batch.query_start.tolist() == [0, 1, 2, 3, 3]
     assert batch.kv_lens.tolist() == [4, 10, 5, 0]
     assert batch.slot_mapping.tolist() == [503, 1009, 1504, -1]

@@ -22,6 +22,9 @@ LONG_CONTEXT = 4 * SEGMENT
 """From here on even a few tokens too many for one decode item are better off with the context split."""
 
 
+_NO_PREFILL = np.empty((0, 2), np.int32)
+
+
 @dataclass(frozen=True)
 class Visibility:
     """What a layer's queries see and how many of its query heads share a KV head."""
@@ -68,10 +71,12 @@ def make_work_lists(plan: StepPlan, visibility: Visibility, kv_heads: int, num_c
     """
     packed = plan.query_lens * visibility.group
     few = packed <= DECODE_ROWS
+    num_items, prefill = max(1, num_ctas // kv_heads), _NO_PREFILL
     if not few.all():
         few |= (packed <= PREFILL_ROWS) & (plan.kv_lens >= LONG_CONTEXT)
-    decode, num_partials = _decode_items(plan, visibility, packed, few, max(1, num_ctas // kv_heads))
-    return WorkLists(decode, _prefill_items(plan, visibility, packed, ~few), num_partials)
+        prefill = _prefill_items(plan, visibility, packed, ~few)
+    decode, num_partials = _decode_items(plan, visibility, packed, few, num_items)
+    return WorkLists(decode, prefill, num_partials)
 
 
 def _row_tiles(packed: Int64Array, chosen: npt.NDArray[np.bool_], size: int) -> tuple[Int64Array, Int64Array]:
