@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -149,20 +146,16 @@ print(form_of_byte_groups(128), digest_of_products())
 """
 #: By the processor that is made believe: what is missing beside matrix units, and the form.
 PROCESSORS = {
-    "haswell": (("avx512", "evex512", "avxvnni"), WIDENED_BYTES),
     "alderlake": (("avx512", "evex512"), BYTES),
     "skylake-avx512": (("avx512bf16", "avx512fp16", "avx512vnni", "avxvnni"), WIDENED_BYTES),
 }
 
 
-@pytest.mark.parametrize("name", [
-    # Why: each compiles kernels for itself, for seven seconds; one has vectors of another size and another instruction.
-    pytest.param(name, marks=[] if name == "haswell" else [pytest.mark.slow]) for name in PROCESSORS
-])
-def test_every_processor_computes_the_same_bits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """AVX2, AVX-VNNI and AVX-512 without VNNI, as far as they are here, against what this process computes."""
-    tests = os.fspath(Path(__file__).parents[1])
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([tests, *sys.path]))
+# Why slow: each compiles kernels for itself. ``test_other_processors`` asks for AVX2 each time, which differs in most.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_every_processor_computes_the_same_bits(name: str) -> None:
+    """AVX-VNNI and AVX-512 without VNNI, as far as they are here, against what this process computes."""
     missing, form = PROCESSORS[name]
     if name == "alderlake" and not features.has_instructions("avxvnni"):
         pytest.skip("no AVX-VNNI")

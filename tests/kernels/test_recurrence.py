@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -244,9 +240,6 @@ def test_recorded_calls_go_on_with_the_present_plan(recurrence: Recurrence) -> N
     assert torch.equal(case.states()[4:7], states)
 
 
-OTHER_PROCESSOR = "from kernels.test_recurrence import digest; print(digest())"
-
-
 def digest() -> str:
     """A checksum over the outputs and states of all small recurrences."""
     found = hashlib.sha256()
@@ -255,17 +248,6 @@ def digest() -> str:
         for tensor in (*case.whole(), case.states()[:4].contiguous()):
             found.update(tensor.view(torch.int16).numpy().tobytes())
     return found.hexdigest()
-
-
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an x86 processor")
-def test_another_processor_changes_no_bit() -> None:
-    """Machine code for a processor without 512-bit vectors, with smaller groups of columns, gives the same bits."""
-    environment = {
-        "PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma",
-    }  # fmt: skip
-    command = [sys.executable, "-c", OTHER_PROCESSOR]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert answer.stdout.strip() == digest()
 
 
 def test_nothing_is_read_or_written_beyond_its_end(apart: Apart) -> None:
