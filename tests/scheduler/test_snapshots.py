@@ -179,16 +179,24 @@ def make_unusual(scheduler: Scheduler) -> None:
         decision.actual_s = 0.25
 
 
-LIVES = [
+MORE_LIVES = [
     *[{"seed": seed, "has_faults": seed % 2 == 1, "has_formation": seed % 3 == 0} for seed in range(12)],
     *[{"seed": seed, "has_faults": seed % 2 == 1, "has_policies": True} for seed in range(8)],
-    {"seed": 4, "num_short_tokens": 6}, {"seed": 5, "has_readers": True},
     *[{"seed": seed, "has_faults": seed % 2 == 1, "keeps_states": True} for seed in (*range(7), 8, 87)],
     *[{"seed": seed, "has_faults": seed % 2 == 1, "has_windows": True} for seed in range(8)],
 ]
+LIVES = [
+    {"seed": 9, "has_faults": True, "has_formation": True}, {"seed": 10},
+    {"seed": 1, "has_faults": True, "has_policies": True}, {"seed": 2, "has_policies": True},
+    {"seed": 4, "num_short_tokens": 6}, {"seed": 5, "has_readers": True},
+    {"seed": 3, "has_faults": True, "keeps_states": True}, {"seed": 8, "keeps_states": True},
+    {"seed": 3, "has_faults": True, "has_windows": True},
+]
+"""Fewest that show two values of every attribute."""
 
 
-def test_every_attribute_comes_back() -> None:
+@pytest.mark.parametrize("lives", [LIVES, pytest.param(LIVES + MORE_LIVES, marks=pytest.mark.slow)], ids=["few", "all"])
+def test_every_attribute_comes_back(lives: list[dict[str, Any]]) -> None:
     """At every plan of random lives, under all policies, a scheduler that is made again of the snapshot has the
     attributes that the scheduler has, but for those that are listed above with a reason. Each of them was seen with two
     values at least, so that one that nobody copies cannot pass as what the constructor gave it.
@@ -215,7 +223,7 @@ def test_every_attribute_comes_back() -> None:
             compare(twin, life.clock.now())
         return None if life.has_policies else Scheduler.schedule(life.scheduler, *given)
 
-    for settings in LIVES:
+    for settings in lives:
         life = Simulation(**settings)
         # Why not at every plan: under a dynamic policy the order is another one after ``begin_step``.
         setattr(life.scheduler, "begin_step" if life.has_policies else "schedule", partial(look, life))

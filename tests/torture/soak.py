@@ -81,8 +81,8 @@ class Soak:
         self._files = iter(range(sys.maxsize))
         self._late_exports: list[Path] = []
         """Exports whose callers were cancelled; a thread may write their files after that."""
-        gc.unfreeze()
-        self._num_foreign_sinks = num_sinks()
+        # Why: what was there before is not looked at again, which takes a second each time, nor counted.
+        gc.freeze()
 
     async def run(self, is_over: Callable[[], bool], num_callers: int = 48) -> None:
         """Let callers come and go until it is over."""
@@ -114,10 +114,10 @@ class Soak:
         ))
         # Why again: the engine's thread may not have let go of the last call yet, and an export whose caller was
         # cancelled is completed.
-        sinks, handles = self._num_own_sinks(), num_handles()
+        sinks, handles = num_sinks(), num_handles()
         for _ in range(10):
             await asyncio.sleep(0.05)
-            sinks, handles = sinks and self._num_own_sinks(), min(handles, num_handles())
+            sinks, handles = sinks and num_sinks(), min(handles, num_handles())
         while self._late_exports:
             remove_export(self._late_exports.pop())
         return Left(
@@ -131,10 +131,6 @@ class Soak:
         async with self.engine.session() as session:
             await session.ask(*self._draw())
             await session.park("disk")
-
-    def _num_own_sinks(self) -> int:
-        gc.unfreeze()  # also what a server that was started meanwhile has left out
-        return max(0, num_sinks() - self._num_foreign_sinks)
 
     async def _call(self) -> None:
         kind = self.rng.choices([self._stream, self._submit, self._converse], [60, 25, 15])[0]
