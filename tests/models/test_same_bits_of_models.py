@@ -33,9 +33,10 @@ CASES = [
     ("gemma2", torch.bfloat16),
     # With short convolutions.
     ("lfm2_moe", torch.bfloat16),
-    # With states: of the gated delta rule, of Mamba 2 beside attention, of Mamba 1 with experts, and of nothing else.
-    ("qwen3_5_text", torch.bfloat16), ("granitemoehybrid", torch.float32), ("mamba", torch.bfloat16),
+    # With states: of the gated delta rule. `test_recurrent_models` asks engines of Mamba 2 and of short convolutions.
+    ("qwen3_5_text", torch.bfloat16),
     *(pytest.param(one, marks=pytest.mark.slow) for one in (
+        ("granitemoehybrid", torch.float32), ("mamba", torch.bfloat16),
         ("qwen3_5_text", torch.float32), ("qwen3_next", torch.bfloat16), ("bamba", torch.bfloat16),
         ("falcon_h1", torch.bfloat16), ("jamba", torch.bfloat16), ("mamba2", torch.float32), ("zamba2", torch.bfloat16),
         ("nemotron_h", torch.bfloat16), ("kimi_linear", torch.bfloat16), ("minimax", torch.bfloat16),

@@ -22,6 +22,8 @@ LENGTHS = (33, 21, 5)
 NUM_BLOCKS = 80
 #: Architectures whose head sizes need kernels of their own; compiling those takes too long for every test run.
 COMPILED_ELSEWHERE = {"gemma4_text"}
+#: Kernels of their own, seconds each; deepseek_v3 and mamba2 are compared by other tests.
+COMPILED_FOR_ITSELF = {"deepseek_v2", "zamba2"}
 DEPENDS_ON_WEIGHTS = {"jetmoe"}
 #: One of each kind; `make slow` takes all, and so does `make families`.
 KINDS = {
@@ -101,7 +103,7 @@ def test_every_architecture_has_the_layout_that_its_configuration_tells(loaded: 
 
 
 @pytest.mark.parametrize("family", [
-    pytest.param(family, marks=[pytest.mark.slow] if place % 3 != 1 else [])
+    pytest.param(family, marks=[pytest.mark.slow] if place % 3 != 1 or family in COMPILED_FOR_ITSELF else [])
     for place, family in enumerate(FAMILIES) if family not in COMPILED_ELSEWHERE
 ])
 def test_compiled_attention_gives_the_logits_of_transformers(family: str) -> None:
