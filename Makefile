@@ -138,11 +138,17 @@ compat-newest:
 compat-%:
 	$(if $(call python-of,$*),$(MAKE) test VENV=build/$@ PYTHON=$(call python-of,$*),@echo "no Python $* here: not tested")
 
-gpu: $(VENV)/.stamp-test
-	$(BIN)/python benchmarks/gpu.py build --arch $(or $(ARCH),sm_90)
-	mkdir -p build/gpu; $(BIN)/pagedcore doctor > build/gpu/doctor.txt 2>&1; status=$$?; \
-	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS) || status=1; \
-	timeout 1800 $(BIN)/python benchmarks/gpu_engine.py || status=1; \
+GPU_BIN := build/gpu-venv/bin
+# In an environment over what the machine has: a torch that is there is the one that is measured.
+gpu:
+	mkdir -p build/gpu
+	grep -v '^torch==' constraints.txt > build/gpu/constraints.txt
+	$(MAKE) VENV=build/gpu-venv VENV_ARGS=--system-site-packages CONSTRAINTS="-c build/gpu/constraints.txt" \
+		build/gpu-venv/.stamp-test
+	$(GPU_BIN)/python benchmarks/gpu.py build --arch $(or $(ARCH),sm_90)
+	$(GPU_BIN)/python -m pagedcore doctor > build/gpu/doctor.txt 2>&1; status=$$?; \
+	$(GPU_BIN)/python benchmarks/gpu.py $(GPU_ARGS) || status=1; \
+	timeout 3600 $(GPU_BIN)/python benchmarks/gpu_engine.py || status=1; \
 	tar -czf build/gpu.tar.gz -C build gpu; echo "send build/gpu.tar.gz back"; exit $$status
 
 check: $(VENV)/.stamp-test
@@ -180,7 +186,7 @@ build/vllm/.stamp: benchmarks/peers/vllm.txt
 QUIET := $(shell test -t 2 || echo -q)
 CONSTRAINTS := -c constraints.txt -c constraints-cuda.txt
 $(VENV)/.stamp-%: pyproject.toml constraints.txt constraints-cuda.txt
-	test -x $(BIN)/python || { $(PYTHON) .ci/before_install.py && $(PYTHON) -m venv $(VENV); }
+	test -x $(BIN)/python || { $(PYTHON) .ci/before_install.py && $(PYTHON) -m venv $(VENV_ARGS) $(VENV); }
 	$(BIN)/python .ci/before_install.py $(BIN)/python
 	$(BIN)/python -m pip install $(QUIET) $(CONSTRAINTS) -e '.[$*]'
 	touch $@
