@@ -18,13 +18,14 @@ from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.sessions.kv_file import KVDirectory
 from pagedcore.sessions.session import Session
-from support.doubles import ToyHybrid, toy_answer
+from support.doubles import ToyBackend, ToyHybrid, ToyWindowed, toy_answer
 from support.engine_builders import assert_all_free
 from support.toy_sessions import PARAMS, ask, flood, make
 
 ERRORS: tuple[type[Exception], ...] = (MemoryError, ValueError, RuntimeError)
 STORE = ("read_blocks", "read_host_blocks", "write_blocks", "start_swap_out", "start_swap_in")
 STATES = ("read_states", "read_host_states", "write_states", "swap_out", "swap_in")
+WINDOWS = ("read_blocks", "write_blocks")
 FUNCTIONS = ("safetensors.numpy.save_file", "safetensors.numpy.load", "os.fsync", "os.replace", "os.open")
 """What fails, beside the methods of the store."""
 
@@ -37,9 +38,10 @@ class Faults:
         store = engine.sessions.parking.store
         for name in STORE:
             patch.setattr(store, name, self._around(name, getattr(store, name)))
-        states = engine.sessions.parking.state_store
-        for name in STATES if states is not None else ():
-            patch.setattr(states, name, self._around(name, getattr(states, name)))
+        parking = engine.sessions.parking
+        for of, kind, names in ((parking.state_store, "states", STATES), (parking.window_store, "windows", WINDOWS)):
+            for name in names if of is not None else ():
+                patch.setattr(of, name, self._around(f"{kind}.{name}", getattr(of, name)))
         patch.setattr(KVDirectory, "name_file", self._around("name_file", KVDirectory.name_file))
         for name in FUNCTIONS:
             module, _, function = name.rpartition(".")
@@ -103,20 +105,30 @@ EXPECTED = {
     ("export", "disk"): {"safetensors.numpy.load"}, ("import", "nowhere"): {"safetensors.numpy.load"},
     ("import", "disk"): {"write_blocks"},
 }
-OF_STATES = {
-    ("park on disk", "nowhere"): {"read_states"}, ("park on disk", "host"): {"read_host_states"},
-    ("ask", "disk"): {"write_states"}, ("ask", "host"): {"swap_in"},
-    ("export", "nowhere"): {"read_states"}, ("import", "disk"): {"write_states"},
+OF_KIND: dict[str, dict[tuple[str, str], set[str]]] = {
+    "": {},
+    "states": {
+        ("park on disk", "nowhere"): {"states.read_states"}, ("park on disk", "host"): {"states.read_host_states"},
+        ("ask", "disk"): {"states.write_states"}, ("ask", "host"): {"states.swap_in"},
+        ("export", "nowhere"): {"states.read_states"}, ("import", "disk"): {"states.write_states"},
+    },
+    "windows": {
+        ("park on disk", "nowhere"): {"windows.read_blocks"}, ("ask", "disk"): {"windows.write_blocks"},
+        ("resume", "disk"): {"windows.write_blocks"}, ("export", "nowhere"): {"windows.read_blocks"},
+        ("import", "disk"): {"windows.write_blocks"},
+    },
 }
 """What certainly fails once in some of the calls."""
+BACKENDS = {"": ToyBackend, "states": ToyHybrid, "windows": ToyWindowed}
+NUM_HOST_BLOCKS = {"": 24, "states": 48, "windows": 0}
+"""A model with window blocks has none on the host."""
 
 
-@pytest.mark.parametrize("keeps_states", [False, True], ids=["", "states"])
-@pytest.mark.parametrize("tier", ["nowhere", "host", "disk"])
+@pytest.mark.parametrize(("kind", "tier"), [
+    (kind, tier) for kind in BACKENDS for tier in ("nowhere", "host", "disk") if tier != "host" or kind != "windows"])
 @pytest.mark.parametrize("name", CALLS)
 def test_any_error_costs_the_kv_alone(
-    name: str, tier: Any, keeps_states: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    name: str, tier: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The k-th call into the store, the format or the disk fails, for every k, with the session parked in any tier: a
     call that writes or reads no session file ends without an error, its KV is computed again, and no block, file or law
@@ -125,8 +137,8 @@ def test_any_error_costs_the_kv_alone(
     at, failed, has_failed = 0, True, set[str]()
     while failed:
         path = tmp_path / str(at)
-        engine = make(48 if keeps_states else 24, backend=ToyHybrid() if keeps_states else None,
-                      disk_kv_dir=str(path / "kv"))
+        engine = make(NUM_HOST_BLOCKS[kind], backend=BACKENDS[kind](), disk_kv_dir=str(path / "kv"))
+        assert (kind == "windows") == (engine.sessions.parking.window_store is not None)
         session = engine.session(PARAMS)
         ask(session, 1, 2, 3)
         path.mkdir()
@@ -154,8 +166,8 @@ def test_any_error_costs_the_kv_alone(
         held = stats.num_host_blocks_used + stats.num_host_states_used
         assert held == 0 or not engine.sessions.parking._parked
         engine.close()
-    assert has_failed >= EXPECTED.get((name, tier), set())
-    assert has_failed >= (OF_STATES.get((name, tier), set()) if keeps_states else set())
+    always = set() if (name, kind) == ("park on the host", "windows") else EXPECTED.get((name, tier), set())
+    assert has_failed >= always | OF_KIND[kind].get((name, tier), set())
     assert "what no caller may be shown" not in caplog.text
 
 
