@@ -74,15 +74,14 @@ class StepRunner:
         """End what is over a limit, run one step, and return what was computed; see ``StepsAhead`` for models that are
         launched before the step before them is read.
 
-        A step that lacks memory is undone and repeated once.
+        A step that lacks memory is undone and repeated once. The caller is ``exclusive``.
 
         Raises:
             EngineClosed: the step broke off and could not be undone, or the device has failed for good.
-            EngineInUse: another thread is in a call of this engine.
             MemoryError: it lacked memory twice, and was undone.
         """
         try:
-            with self.exclusive(), self._runner.floats, self._ctrl_c:
+            with self._runner.floats, self._ctrl_c:
                 # Why a call: no context covers the line of a ``try`` that comes first, as it is compiled.
                 return self._run_or_repeat()
         except ArgumentError as error:

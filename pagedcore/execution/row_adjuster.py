@@ -141,7 +141,9 @@ def _penalise(row: FloatArray, edits: RowEdits) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
             penalised = np.where(penalised > 0, penalised / penalty, penalised * penalty)
     penalised -= edits.taken_off
-    row[edits.seen] = np.where(np.isfinite(logits), np.clip(penalised, -LARGEST_FINITE, LARGEST_FINITE), logits)
+    # Why not ``np.clip``, which takes twice as long for few tokens.
+    penalised = np.minimum(np.maximum(penalised, -LARGEST_FINITE), LARGEST_FINITE)
+    row[edits.seen] = np.where(np.isfinite(logits), penalised, logits)
 
 
 def bar(row: FloatArray, places: npt.NDArray[Any]) -> None:

@@ -296,7 +296,9 @@ class Sampler:
             return self._widen(_bits(logits))
         else:
             array = logits.detach().numpy()
-        return np.require(array, np.float32, ["C", "W"])
+        # Why asked: it is so for most, and a call that finds out takes longer.
+        is_right = array.dtype == np.float32 and array.flags.carray
+        return array if is_right else np.require(array, np.float32, ["C", "W"])
 
     def _choose(
         self, rows: FloatArray, sequences: ListOf[Sequence | SequenceAhead], drawable: list[int]

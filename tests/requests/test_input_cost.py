@@ -195,7 +195,7 @@ def test_a_token_costs_the_same_late_in_a_completion_as_early(name: str) -> None
 
     work_of(16)()
     assert cost(work_of(64)) == cost(work_of(64))
-    require_linear(work_of, 256, 2_100)
+    require_linear(work_of, 256, 2_000)
 
 
 @pytest.mark.parametrize("kind", BUILDERS)

@@ -161,8 +161,9 @@ class LogprobReporter:
         shape = len(row_numbers), min(count, self._vocab_size)
         if shape[0] and not 0 <= row_numbers.min() <= row_numbers.max() < len(logits):
             raise InternalError(f"row numbers go beyond the {len(logits)} rows of logits")
-        normalisers, ids = np.empty(shape[0]), np.full(shape, -1)
-        values = np.full(shape, -np.inf, np.float32)
+        normalisers, ids, values = np.empty(shape[0]), np.empty(shape, np.int64), np.empty(shape, np.float32)
+        ids.fill(-1)
+        values.fill(-np.inf)
         results = normalisers.ctypes.data, ids.ctypes.data, values.ctypes.data, shape[1], row_numbers.ctypes.data
         self._launcher.run(logprob_kernel(), logits, shape[0], *results)
         return normalisers, ids, values
@@ -180,8 +181,10 @@ class _Launcher:
         self._vocab_size = vocab_size
         self._parameters = ParameterBlock(self._NUM_COMMON + num_results)
         self._part_bytes, self._maxima_offset = memory_layout(vocab_size)
-        self._memory = np.empty(0, np.uint8)
+        self._memory, self._memory_address = np.empty(0, np.uint8), 0
         self._counter = np.zeros(1, np.int64)
+        # Why kept: a view by ctypes takes as long as a small kernel.
+        self._counter_address = self._counter.ctypes.data
 
     def run(
         self, kernel: Kernel, logits: npt.NDArray[Any], num_pieces: int, *results: int, kind: npt.DTypeLike = np.float32
@@ -196,9 +199,10 @@ class _Launcher:
         threads = max(1, min(num_threads(), num_pieces, enough))
         if self._memory.size < threads * self._part_bytes:
             self._memory = np.empty(threads * self._part_bytes, np.uint8)
+            self._memory_address = self._memory.ctypes.data
         self._counter[0] = 0
         self._parameters.fill(
-            logits.ctypes.data, num_pieces, self._vocab_size, self._memory.ctypes.data, self._part_bytes,
-            self._maxima_offset, self._counter.ctypes.data, *results,
+            logits.ctypes.data, num_pieces, self._vocab_size, self._memory_address, self._part_bytes,
+            self._maxima_offset, self._counter_address, *results,
         )  # fmt: skip
         kernel.run(self._parameters, threads)
