@@ -81,6 +81,8 @@ class SizeReport:
     """Its weights."""
     draft_block_bytes: int = 0
     """A block of its pool; it has as many as the model's own, and they are part of ``kv_bytes``."""
+    device: str = "auto"
+    """As in ``EngineConfig``."""
 
     @property
     def total_bytes(self) -> int:
@@ -107,7 +109,7 @@ class SizeReport:
     def settings(self) -> dict[str, int | str]:
         """Keywords of ``Engine.from_pretrained`` for an engine of this size, or with the blocks that fit."""
         return {
-            "dtype": self.dtype,
+            **({"device": self.device} if self.device != "auto" else {}), "dtype": self.dtype,
             **({"kv_cache_dtype": self.kv_cache_dtype} if self.kv_cache_dtype != "auto" else {}),
             **({"quantization": self.quantization} if self.quantization != "none" else {}),
             **({"speculation": "auto", "speculative_model": self.speculative_model} if self.speculative_model else {}),
@@ -153,7 +155,7 @@ class SizeReport:
 def size_model(
     model: str | os.PathLike[str], *, context: int | None = None, concurrency: int | None = None, dtype: str = "auto",
     kv_cache_dtype: str = "auto", quantization: str = "none", memory: int | float | str | None = None,
-    speculative_model: str | None = None, adapter_memory: int | float | str | None = None,
+    speculative_model: str | None = None, adapter_memory: int | float | str | None = None, device: str = "auto",
 ) -> SizeReport:
     """Return what ``model`` takes; its configuration is read, its weights are not.
 
@@ -167,21 +169,21 @@ def size_model(
         memory: bytes, text or a share of free memory, for weights, KV and adapters; ``None``: what is free now.
         speculative_model: as in ``EngineConfig``.
         adapter_memory: as in ``EngineConfig``; ``None``: for none.
+        device: as in ``EngineConfig``; of a GPU that multiplies FP8, which has to be here if ``memory`` is not given.
 
     Raises:
         InvalidConfig: an argument is out of range, there is no such model, or it cannot run here.
+        DeviceUnavailable: the memory of a GPU is asked that is not here.
     """
     from pagedcore.engine.kv_memory import context_length
     from pagedcore.engine.state_memory import num_useful_states
-    from pagedcore.execution.machine import free_memory_bytes
     from pagedcore.models.loading import model_name, plan_backend
     from pagedcore.plugins.manager import create_plugin_manager
 
-    defaults = EngineConfig()
-    sequences = concurrency if concurrency is not None else defaults.max_num_seqs
-    config = replace(defaults, dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
-                     attention_backend=_attends(kv_cache_dtype), max_model_len=context, **_for_sequences(sequences))
-    given = parse_memory(memory, free_bytes=(free_bytes := free_memory_bytes()), what="memory")
+    sequences = concurrency if concurrency is not None else EngineConfig().max_num_seqs
+    config = replace(_for_sequences(sequences), dtype=dtype, kv_cache_dtype=kv_cache_dtype, quantization=quantization,
+                     device=device, attention_backend=_attends(kv_cache_dtype, device), max_model_len=context)
+    given = parse_memory(memory, free_bytes=(free_bytes := _free_bytes(device, memory)), what="memory")
     adapter_bytes = parse_memory(adapter_memory, free_bytes=free_bytes, what="adapter_memory") or 0
     plan = plan_backend(model, config, load := create_plugin_manager().registry.attention.load)
     draft_weights, draft_block = _sizes_of_draft_model(speculative_model, config, plan.layout.block_size, load)
@@ -197,7 +199,7 @@ def size_model(
     num_blocks_that_fit = _fitting_blocks(room - of_states - windows["window_bytes"], pair_bytes, num_blocks)
     return SizeReport(
         model=model_name(model), dtype=str(layout.model_dtype).removeprefix("torch."),
-        kv_cache_dtype=kv_cache_dtype, quantization=quantization, max_model_len=plan.max_model_len,
+        kv_cache_dtype=kv_cache_dtype, quantization=quantization, max_model_len=plan.max_model_len, device=device,
         num_parameters=plan.num_parameters, weight_bytes=plan.weight_bytes,
         layers=[{"num_layers": n, **asdict(layer)} for layer, n in layers.items()],
         context=length, concurrency=sequences, block_size=layout.block_size, block_bytes=block_bytes,
@@ -212,15 +214,26 @@ def size_model(
     )
 
 
-def _attends(kv_cache_dtype: str) -> str:
+def _free_bytes(device: str, memory: int | float | str | None) -> int:
+    """Return what is free on a device, or on the host where bytes of a GPU are given, which need not be here then."""
+    from pagedcore.execution.devices import find_device
+    from pagedcore.execution.machine import free_memory_bytes
+
+    is_asked = device.startswith("cuda") and (memory is None or isinstance(memory, float))
+    return find_device(device).free_bytes() if is_asked else free_memory_bytes()
+
+
+def _attends(kv_cache_dtype: str, device: str) -> str:
+    if device.startswith("cuda"):
+        return "numba-cuda"
     # Why the reference: what attends on a CPU has no e4m3, whose bytes are the same everywhere.
     return "reference" if kv_cache_dtype == "e4m3" else "auto"
 
 
-def _for_sequences(sequences: int) -> dict[str, Any]:
+def _for_sequences(sequences: int) -> EngineConfig:
     """Return settings for so many sequences: a token budget in which every one of them can advance."""
-    return {"max_num_seqs": sequences,
-            "max_num_batched_tokens": max(sequences, EngineConfig().max_num_batched_tokens)}
+    most_tokens = max(sequences, EngineConfig().max_num_batched_tokens)
+    return EngineConfig(max_num_seqs=sequences, max_num_batched_tokens=most_tokens)
 
 
 def _windows(plan: Blueprint, config: EngineConfig, length: int, num_blocks: int) -> dict[str, int]:
@@ -299,12 +312,13 @@ def size(
         str | None, typer.Option(help="A smaller model beside it that guesses; with its weights and KV.")
     ] = None,
     adapter_memory: Annotated[str | None, typer.Option(help='Of it, for LoRA adapters, such as "1GiB".')] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda; without --memory such a GPU is to be here.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object; sizes in bytes.")] = False,
 ) -> None:
     """Say how much memory a model takes for so many sequences, and what fits."""
     silence_transformers()  # Why: remarks about a configuration would stand between the figures
     report = size_model(model, context=context, concurrency=concurrency, dtype=dtype or "auto", memory=memory,
-                        kv_cache_dtype=kv_cache_dtype or "auto", quantization=quantization or "none",
+                        kv_cache_dtype=kv_cache_dtype or "auto", quantization=quantization or "none", device=device,
                         speculative_model=speculative_model, adapter_memory=adapter_memory)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))

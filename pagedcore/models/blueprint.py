@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from pagedcore.errors import ModelNotSupported
 from pagedcore.models.attention.layers import AttentionLayer
 from pagedcore.models.attention.recurrences import kept_layers
 from pagedcore.models.attention.windows import WindowSplit
+from pagedcore.models.checkpoints.fp8 import FP8
 from pagedcore.models.checkpoints.pretrained import as_refusals, computing_dtype
 from pagedcore.models.checkpoints.quantized import (
     StoredFormat,
@@ -37,6 +38,7 @@ from pagedcore.models.decoders.fused_match import NotFused, recognise
 from pagedcore.models.families import model_facts, supported_models
 from pagedcore.models.families.llama_modules import ForCausalLM
 from pagedcore.models.layouts import kv_shapes, layout_maker, redirect_attention, requirements_of
+from pagedcore.models.linears.float8_linear import Float8Linear, keep_float8
 from pagedcore.models.linears.int8_embedding import FIELD, embedding_bytes, kind_of_embedding
 from pagedcore.models.linears.packed_experts import matrices_of_experts
 from pagedcore.models.linears.packed_linear import can_pack, matrix_of
@@ -81,7 +83,9 @@ def read_blueprint(
         InvalidConfig: there is no such model, or no such KV with this attention.
     """
     make_layout = layout_maker(attention_factory, settings.kv_cache_dtype)
-    stored, dtype = stored_format(os.fspath(source)), computing_dtype(settings.dtype)
+    is_on_gpu = settings.device.startswith("cuda")
+    wanted = "bfloat16" if is_on_gpu and settings.dtype == "auto" else settings.dtype
+    stored, dtype = stored_format(os.fspath(source)), computing_dtype(wanted, "cuda" if is_on_gpu else "cpu")
     model = read_tree(os.fspath(source), stored, dtype, settings.trust_remote_code)[0]
     config = model.config
     try:
@@ -96,7 +100,9 @@ def read_blueprint(
     # Why all: what is chosen by product takes what int8 rows take, but for 4 bytes of an output.
     schemes = {name: QuantizedLinears(one) for name, one in SCHEMES.items()}
     scheme, kind = schemes.get(settings.quantization), ""
-    if stored is not None and stored.scheme != "none":
+    if is_on_gpu:
+        scheme = None
+    elif stored is not None and stored.scheme != "none":
         # Why else an estimate: how many scales a layer has, some formats say in their files only.
         scheme, kind = schemes.get(stored.scheme), str(getattr(config, FIELD, ""))
         with as_refusals(os.fspath(source)):
@@ -111,7 +117,8 @@ def read_blueprint(
         windows=WindowSplit.of(layers, attention_factory) if states is None else None,
         max_model_len=model_facts.max_model_len(config),
         num_parameters=sum(parameter.numel() for parameter in parameters),
-        weight_bytes=_weight_bytes(model, scheme, kind, layers) if can_pack(dtype)
+        weight_bytes=_bytes_on_gpu(os.fspath(source), stored, model, dtype) if is_on_gpu
+                     else _weight_bytes(model, scheme, kind, layers) if can_pack(dtype)
                      else sum(parameter.nbytes for parameter in parameters),
     )
 
@@ -138,6 +145,20 @@ def _weight_bytes(
             count, num_outputs, num_inputs = one.shape
             total += count * scheme.weight_bytes(num_outputs, num_inputs, one.dtype) - one.nbytes
     return total
+
+
+def _bytes_on_gpu(source: str, stored: StoredFormat | None, model: Any, dtype: torch.dtype) -> int:
+    """Sum up what the modules hold where FP8 is multiplied, as far as its files are here, and all else is numbers."""
+    if isinstance(stored, FP8):
+        stored = replace(stored, may_stay=True)
+        with as_refusals(source):
+            if (files := files_of(source, stored, model, dtype)) is not None:
+                replace_weights(model, files, stored, dtype)
+                keep_float8(model)
+    kept = [module for module in model.modules() if isinstance(module, Float8Linear)]
+    decoded = [weight for module in model.modules() for weight in stored_weights(module)]
+    return (sum(int(one.nbytes) for one in model.parameters()) + sum(one.num_bytes for one in decoded)
+            + sum(one.weight.nbytes + one.scale.nbytes for one in kept))
 
 
 def _shares_rows(model: Any, layers: Mapping[int, AttentionLayer]) -> bool:

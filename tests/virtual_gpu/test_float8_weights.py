@@ -15,12 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.cuda.test_elementwise import random_rows
+from pagedcore.cli.size import size_model
 from pagedcore.errors import ModelNotSupported
 from pagedcore.execution.devices import find_device
 from pagedcore.models.checkpoints.fp8 import FP8
 from pagedcore.models.checkpoints.quantized import load_stored, stored_format
 from pagedcore.models.decoders.cuda_decoder import CudaDecoder
 from pagedcore.models.decoders.plain import PlainDecoder
+from pagedcore.models.diagnosis import diagnose
 from pagedcore.models.linears.decoded_weights import decode_weights
 from pagedcore.models.linears.float8_linear import Float8Linear, keep_float8, launch_quantizers, quantize_rows
 from pagedcore.models.transformers_model import TransformersModel
@@ -67,6 +69,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "blocks": (fp8("dynamic", weight_block_size=[128, 128]), "weight_scale_inv", ""),
     "weights alone": (ct("channel", None), "weight_scale", ""),
 }
+GEMMA: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 ROW_SCALE = 0.0473
 """Of static rows: 448 times it is more than any number of them, as it is where files are made."""
 
@@ -157,7 +160,8 @@ def test_logits_are_as_far_off_as_rows_are_rounded(kind: str, family: str, tmp_p
     step are alike; independent errors of a product's inputs leave its outputs that far off, and those of products add
     up as squares do.
     """
-    model, sequences = write(tmp_path, kind, family), random_sequences(LENGTHS, VOCAB)
+    model = write(tmp_path, kind, family, **(GEMMA if family == "gemma3_text" else {}))
+    sequences = random_sequences(LENGTHS, VOCAB)
     rng = random.Random(3)
     tables = random_tables(rng, LENGTHS, BLOCK, NUM_BLOCKS)
     with shipped_kernels(gpus) as api:
@@ -170,7 +174,9 @@ def test_logits_are_as_far_off_as_rows_are_rounded(kind: str, family: str, tmp_p
     assert "quantize-bf16" in api.launched
     with torch.inference_mode():
         expected = torch.cat([model(tokens[None], use_cache=False).logits[0] for tokens in sequences])
-    distance = (torch.cat(found).float() - expected).norm() / expected.norm()
+    distances = (torch.cat(found).float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    # Why the median: a router's near tie can send a token elsewhere.
+    distance = distances.median() if family in ("mixtral", "gpt_oss") else distances.square().mean().sqrt()
     assert 0.005 < distance < 2**-4 / math.sqrt(3) * math.sqrt(num_products)
 
 
@@ -261,6 +267,27 @@ def test_the_log_says_what_is_decoded(
     assert len(kept) == num_kept
     assert ("are decoded to bfloat16" in caplog.text) == (num_kept != 7)
     assert all(one.weight.dtype == torch.float8_e4m3fn and one.weight.itemsize == 1 for one in kept)
+
+
+@pytest.mark.parametrize("kind", ["channel", "blocks"])
+def test_what_weights_take_is_said_beforehand(kind: str, tmp_path: Path, gpus: Machine) -> None:
+    """``pagedcore size`` counts the bytes that a model has on a GPU, one of a weight that stays, which ``doctor`` says;
+    a model whose weights stay is another than one whose weights are decoded.
+    """
+    write(tmp_path, kind)
+    said = size_model(tmp_path, device="cuda", concurrency=1, context=64)
+    with on_gpu(tmp_path, dtype="bfloat16") as engine:
+        backend: Any = engine._runner.backend
+        model = backend.model
+        held = [*model.parameters(), *(tensor for one in model.modules() if isinstance(one, Float8Linear)
+                                       for tensor in (one.weight, one.scale))]
+    assert said.weight_bytes == sum(one.nbytes for one in held)
+    gpus.capability = 8, 6
+    with on_gpu(tmp_path, dtype="bfloat16") as engine:
+        decoded: Any = engine._runner.backend
+    assert (backend.fingerprint == decoded.fingerprint) == (kind == "blocks")
+    assert (said.settings["device"], said.memory) == ("cuda", gpus.memory_bytes)
+    assert ("a byte a weight" in diagnose(tmp_path)["quantisation"]) == (kind != "blocks")
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.0), torch.tensor([1.0, 2.0]), torch.tensor(-1.0)])

@@ -47,7 +47,17 @@ class FP8:
     may_stay: bool = False
     """Whether there may be products of it where the model computes, so that layers are not decoded at once."""
     scheme: ClassVar[str] = "none"
-    described: ClassVar[str] = "FP8 in the files, decoded to the number format"
+
+    @property
+    def has_product(self) -> bool:
+        """Whether rows and scales are such that a GPU multiplies them; scales of blocks are not."""
+        return self.quantizes_rows and self.block[0] in (_ALL, 1) and self.block[1] == _ALL
+
+    @property
+    def described(self) -> str:
+        """What becomes of it, for people."""
+        stays = ", but on a GPU that multiplies it, where it takes a byte a weight" if self.has_product else ""
+        return f"FP8 in the files, decoded to the number format{stays}"
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> FP8:
@@ -76,8 +86,7 @@ class FP8:
         if not is_late or weight not in files or files.format_of(weight) != _FORMAT:
             return None
         values, scales = self.tensors(files, name, shape)
-        by_rows = self.may_stay and self.quantizes_rows and self.block[0] in (_ALL, 1) and self.block[1] == _ALL
-        float8 = (values, scales, self._row_scale(files, name)) if by_rows else None
+        float8 = (values, scales, self._row_scale(files, name)) if self.may_stay and self.has_product else None
         return decoded_late(shape, dtype, [values, scales], lambda: self.decode(values, scales, dtype), float8)
 
     def _row_scale(self, files: TensorFiles, name: str) -> float:
