@@ -59,8 +59,9 @@ class KVMemory:
         self._block_bytes = self._own_bytes + (beside.kv_block_bytes(self.block_size) if beside is not None else 0)
         self._draft_bytes = draft.weight_bytes if draft is not None else 0
         self._length = context_length(backend.max_model_len, config)
-        per_sequence = -(-self._length // self.block_size)
-        num_blocks = config.num_kv_blocks if config.num_kv_blocks is not None else config.max_num_seqs * per_sequence
+        self._per_sequence = -(-self._length // self.block_size)
+        most = config.max_num_seqs * self._per_sequence
+        num_blocks = config.num_kv_blocks if config.num_kv_blocks is not None else most
         self.states = StateMemory(backend, config, num_blocks * self.block_size, self._block_bytes // self.block_size)
         """The states of the model's recurrent layers, if it has some."""
         self.windows = WindowMemory(
@@ -237,11 +238,11 @@ class KVMemory:
         return max(self._useful_blocks(config), self._num_names(self.states.num_states))
 
     def _num_names(self, num_states: int) -> int:
-        return min(_MOST_NAMES, num_states * -(-self._length // self.block_size))
+        return min(_MOST_NAMES, num_states * self._per_sequence)
 
     def _useful_blocks(self, config: EngineConfig) -> int:
         """Return the blocks of every slot at full length; more could never be used."""
-        return self.states.max_num_seqs * -(-self._length // self.block_size)
+        return self.states.max_num_seqs * self._per_sequence
 
     def _log_sum(self, free_bytes: int) -> None:
         num_bytes = self.num_blocks * self._block_bytes + self.windows.num_bytes
@@ -249,7 +250,7 @@ class KVMemory:
             "KV pool: %d blocks of %d tokens, %d bytes each: %s in all, for %d tokens or %d sequences of %d tokens; "
             "%s of memory were free", self.num_blocks, self.block_size, self._block_bytes,
             format_memory(num_bytes), self.num_blocks * self.block_size,
-            self.num_blocks // -(-self._length // self.block_size), self._length, format_memory(free_bytes),
+            self.num_blocks // self._per_sequence, self._length, format_memory(free_bytes),
         )
         if num_bytes > free_bytes:
             _log.warning(

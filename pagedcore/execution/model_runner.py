@@ -122,8 +122,7 @@ class ModelRunner:
         there = self._sampler_there()
         assert there is not None  # Invariant: as in ``launch``
         with self._threads.floats:
-            return there.begin(logits, [row.sequence for row in rows if row.num_sampled],
-                               [row for row in rows if row.scored_positions])
+            return there.begin(logits, [row.sequence for row in rows if row.num_sampled], _scored(rows))
 
     def _compute_in_parts(
         self, rows: ListOf[ScheduledRow], block_manager: BlockManager, error: Exception
@@ -172,14 +171,14 @@ class ModelRunner:
                 barred = self._sampler.barred_tokens(sequences)
                 return self._sampler.take(greedy.forward_greedily(batch, barred), len(sequences))
             if self._keeper and batch.hidden_rows is None and (there := self._sampler_there()) is not None:
-                scored = [row for row in rows if row.scored_positions]
+                scored = _scored(rows)
                 return there.sample(self._keeper.forward_there(batch), sequences, scored)
             logits, hidden = (self._backend.forward(batch), {}) if batch.hidden_rows is None else (
                 self._forward_hidden(batch, batch.hidden_rows, rows))
             _require_logits(logits, (len(batch.logits_rows), self._backend.vocab_size))
             if is_plain:
                 return self._sampler.sample(logits, sequences)
-            scored = [row for row in rows if row.scored_positions]
+            scored = _scored(rows)
             prompts, failures = self._sampler.score(logits[len(sequences) :], scored)
             sampled = self._sampler.sample(logits[: len(sequences)], sequences)
             return replace(sampled, prompts=prompts, hidden=hidden, failures={**sampled.failures, **failures})
@@ -207,7 +206,7 @@ class ModelRunner:
             logits, hidden = (self._backend.forward(batch), {}) if batch.hidden_rows is None else (
                 self._forward_hidden(batch, batch.hidden_rows, rows))
             _require_logits(logits, (len(batch.logits_rows), self._backend.vocab_size))
-            prompts, failures = sampler.score(logits[num_sampled:], [row for row in rows if row.scored_positions])
+            prompts, failures = sampler.score(logits[num_sampled:], _scored(rows))
             drawn = sampler.sample_drafted(logits[:num_sampled], sampled)
             return replace(drawn, prompts=prompts, hidden=hidden, failures={**drawn.failures, **failures})
 
@@ -224,6 +223,11 @@ class ModelRunner:
         borders = np.cumsum([len(row.hidden_positions) for row in readers])[:-1]
         parts = np.split(hidden, borders)
         return logits, {row.sequence.sequence_id: part for row, part in zip(readers, parts, strict=True)}
+
+
+def _scored(rows: ListOf[ScheduledRow]) -> list[ScheduledRow]:
+    """Return the rows that score tokens of prompts, which few do."""
+    return [row for row in rows if row.sequence.prompt_logprobs is not None and row.scored_positions]
 
 
 def _join(rows: ListOf[ScheduledRow], parts: ListOf[_Part], failures: dict[int, Exception]) -> SampledTokens:
