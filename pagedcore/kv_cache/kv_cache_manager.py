@@ -19,6 +19,7 @@ from pagedcore.kv_cache.hybrid_blocks import HybridBlocks
 from pagedcore.kv_cache.memory_snapshot import BlockSnapshot
 from pagedcore.kv_cache.prefix_cache import Content
 from pagedcore.kv_cache.prefix_match import FoundBlocks, PrefixMatch, contents, find_blocks
+from pagedcore.kv_cache.state_blocks import StateBlocks
 from pagedcore.kv_cache.state_match import find_with_state, num_saved
 from pagedcore.kv_cache.windowed_blocks import WindowedBlocks
 from pagedcore.sequence import Sequence
@@ -51,9 +52,12 @@ class KVCacheManager:
     ) -> None:
         self.state_weight = state_weight
         self.device = BlockManager(num_blocks, block_size, policy=policy, secret=secret, copies_blocks=copies_blocks)
+        self._states: StateBlocks | None = None
+        """The device's; ``None`` for a model that keeps none."""
         if num_states:
-            self.device = HybridBlocks(num_blocks, block_size, num_states, policy=policy, secret=secret,
-                                       copies_blocks=copies_blocks)
+            self.device = hybrid = HybridBlocks(
+                num_blocks, block_size, num_states, policy=policy, secret=secret, copies_blocks=copies_blocks)
+            self._states = hybrid.states
         elif num_windows:
             self.device = WindowedBlocks(num_blocks, block_size, num_windows, window, policy=policy, secret=secret,
                                          copies_blocks=copies_blocks)
@@ -68,7 +72,7 @@ class KVCacheManager:
         """Find the longest beginning of a sequence that the device or the host holds."""
         is_host_used = self.host.num_blocks > 0 and not self.host.is_stuck
         match = self.device.match(sequence, self.host.cache if is_host_used else None)
-        if not (is_host_used and self.device.keeps_states):
+        if not is_host_used or self._states is None:
             return match
         hasher, size = self.device.hasher, self.device.block_size
         there = self._find_on_host(sequence, sequence.num_reusable_tokens)
@@ -85,7 +89,7 @@ class KVCacheManager:
 
     def _find_on_host(self, sequence: Sequence, num_tokens: int) -> FoundBlocks:
         hasher, host = self.device.hasher, self.host
-        if self.device.keeps_states:
+        if self._states is not None:
             return find_with_state(hasher, sequence, num_tokens, host.cache, host.states)
         return find_blocks(hasher, sequence, num_tokens, host.cache)
 
@@ -96,7 +100,7 @@ class KVCacheManager:
 
     def num_tokens_to_save(self, sequence: Sequence, num_tokens: int) -> int:
         """Positions of the sequence's first ones that the host could spare it from computing, if they were copied."""
-        if self.device.keeps_states:
+        if self._states is not None:
             return num_tokens - self._find_on_host(sequence, num_tokens).num_tokens
         return self.num_blocks_to_copy(sequence, num_tokens) * self.device.block_size
 
@@ -105,9 +109,9 @@ class KVCacheManager:
 
         Why counted so: whatever runs, or has been loaded, has two for certain; then a step never lacks one.
         """
-        if not isinstance(self.device, HybridBlocks):
+        states, in_flight = self._states, self.host.in_flight.values()
+        if states is None:
             return True
-        states, in_flight = self.device.states, self.host.in_flight.values()
         num_loaded = len(states.current.keys() - {one.sequence_id for one in running})
         num_moving = sum(len(one.device_states) for one in in_flight)
         num_moving += sum(one.direction is Direction.IN for one in in_flight if one.device_states)
@@ -154,13 +158,13 @@ class KVCacheManager:
 
         It is the sequence's own; and of one that is finished also that which it began from, where others may too.
         """
-        device, host, number = self.device, self.host, sequence.sequence_id
-        if not isinstance(device, HybridBlocks):
+        device, host, number, own = self.device, self.host, sequence.sequence_id, self._states
+        if own is None:
             return (), (), ()
-        ends, held = [sequence.num_computed_tokens], [device.states.current[number]]
+        ends, held = [sequence.num_computed_tokens], [own.current[number]]
         place, rest = divmod(sequence.num_cached_tokens or 0, device.block_size)
         if not is_pinned and 0 < place < len(known) and not rest:
-            begun = device.states.find(known[place - 1].key)
+            begun = own.find(known[place - 1].key)
             if begun is not None and host.states.find(begun.key) is None and host.states.num_available > 1:
                 ends, held = [place * device.block_size, *ends], [begun.state_id, *held]
         of_ends = [known[-(-end // device.block_size) - 1] for end in ends]
@@ -172,14 +176,14 @@ class KVCacheManager:
             for source, (target, is_new), content, end in zip(held, places, of_ends, ends, strict=True) if is_new
         )
         for state_id in held[:-1]:
-            device.states.hold(state_id)
-        device.states.take(number)
+            own.hold(state_id)
+        own.take(number)
         return tuple(held), tuple(state_id for state_id, _ in places), moves
 
     def begin_swap_in(self, sequence: Sequence, match: PrefixMatch) -> Transfer | None:
         """Start to load the host's part of a match, or change nothing when the device has too little room."""
         device, host, num_shared = self.device, self.host, len(match.device_blocks)
-        if isinstance(device, HybridBlocks) and not device.states.has_room_for(1):
+        if self._states is not None and not self._states.has_room_for(1):
             return None
         device_blocks = device.allocate_blocks(match.device_blocks, len(match.host_blocks))
         if device_blocks is None:
@@ -196,12 +200,12 @@ class KVCacheManager:
         self, sequence: Sequence, match: PrefixMatch, last: Content
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[StateMove, ...]]:
         """Take room for the state of a match, whose last block holds ``last``, as a ``Transfer`` has it."""
-        device, source = self.device, match.host_state
-        if not isinstance(device, HybridBlocks):
+        states, source = self._states, match.host_state
+        if states is None:
             return (), (), ()
         self.host.states.hold(source)
-        (target,) = device.states.allocate(1)
-        saved = num_saved(device.hasher, sequence, match.num_tokens, device.states)
+        (target,) = states.allocate(1)
+        saved = num_saved(self.device.hasher, sequence, match.num_tokens, states)
         return (target,), (source,), (StateMove(source, target, last, match.num_tokens, saved),)
 
     def time_out_transfer(self, transfer_id: int) -> None:
@@ -286,17 +290,16 @@ class KVCacheManager:
             host.free_pins(transfer.sequence_id)
 
     def _end_loads_of_states(self, transfer: Transfer, *, is_ok: bool, is_needed: bool) -> None:
-        device = self.device
-        if not isinstance(device, HybridBlocks):
+        if (states := self._states) is None:
             return
         for move in transfer.state_moves if is_ok else ():
-            if device.cache.find(move.content) is not None:
-                device.states.keep(move.content, move.destination, move.num_saved)
+            if self.device.cache.find(move.content) is not None:
+                states.keep(move.content, move.destination, move.num_saved)
             if is_needed:
-                device.states.give(transfer.sequence_id, move.destination)
+                states.give(transfer.sequence_id, move.destination)
         self._free_states(transfer.device_states)
 
     def _free_states(self, state_ids: ListOf[int]) -> None:
-        if isinstance(self.device, HybridBlocks):
+        if self._states is not None:
             for state_id in state_ids:
-                self.device.states.free(state_id)
+                self._states.free(state_id)
