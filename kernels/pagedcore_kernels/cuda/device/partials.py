@@ -9,12 +9,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from pagedcore_kernels.cuda.device import numerics as num
 from pagedcore_kernels.cuda.device import primitives as ptx
 from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.shapes import DECODE_ROWS as ROWS
 from pagedcore_kernels.cuda.shapes import THREADS, WARPS, AttentionShape, partial_bytes
+
+AHEAD = 8
+"""Partial results that a merge reads before it folds the first of them: it waits for memory once for so many."""
 
 
 @cuda.jit(device=True, inline="always")
@@ -34,6 +39,7 @@ def result_functions(shape: AttentionShape, fn: SimpleNamespace) -> SimpleNamesp
     GROUP_COLUMNS = 32 // shape.pool.itemsize
     PARTIAL = partial_bytes(DV)
     QUADS = DV // 4
+    NUMBERS = AHEAD * 6
     MERGE_ROUNDS = (ROWS * QUADS + THREADS - 1) // THREADS
 
     @cuda.jit(device=True, inline="always")
@@ -93,25 +99,34 @@ def result_functions(shape: AttentionShape, fn: SimpleNamespace) -> SimpleNamesp
             packed = i32(row0 + r)
             if r < ROWS and packed <= last:
                 place = partial_address(partials, i32(first_slot + skipped), head, kv_heads)
+                sums = place + u64(ROWS * DV * 4) + u64(u32(r)) * u64(4)
+                numbers = place + u64(u32(u32(r * DV) + column)) * u64(4)
+                step = u64(u32(kv_heads)) * u64(PARTIAL)
                 maximum = f32(num.MASKED)
                 weights = f32(0)
                 v0, v1, v2, v3 = f32(0), f32(0), f32(0), f32(0)
+                read = cuda.local.array(NUMBERS, dtype=np.float32)
                 part = i32(skipped)
                 while part < num_partials:
-                    sums = place + u64(ROWS * DV * 4) + u64(u32(r)) * u64(4)
-                    part_max = ptx.ldgf32(sums)
-                    highest = ptx.fmax(maximum, part_max)
-                    keep = num.rescale(maximum, highest, unit)
-                    add = num.rescale(part_max, highest, unit)
-                    maximum = highest
-                    weights = num.fold(weights, keep, ptx.ldgf32(sums + u64(64)), add)
-                    v = ptx.ldg128(place + u64(u32(u32(r * DV) + column)) * u64(4))
-                    v0 = num.fold(v0, keep, ptx.as_f32(v[0]), add)
-                    v1 = num.fold(v1, keep, ptx.as_f32(v[1]), add)
-                    v2 = num.fold(v2, keep, ptx.as_f32(v[2]), add)
-                    v3 = num.fold(v3, keep, ptx.as_f32(v[3]), add)
-                    place += u64(u32(kv_heads)) * u64(PARTIAL)
-                    part = i32(part + 1)
+                    for k in range(AHEAD):
+                        ahead = u64(u32(min(i32(part - skipped + k), i32(num_partials - 1 - skipped)))) * step
+                        read[k * 6] = ptx.ldgf32(sums + ahead)
+                        read[k * 6 + 1] = ptx.ldgf32(sums + ahead + u64(64))
+                        v = ptx.ldg128(numbers + ahead)
+                        for c in range(4):
+                            read[k * 6 + 2 + c] = ptx.as_f32(v[c])
+                    for k in range(AHEAD):
+                        if part + k < num_partials:
+                            highest = ptx.fmax(maximum, read[k * 6])
+                            keep = num.rescale(maximum, highest, unit)
+                            add = num.rescale(read[k * 6], highest, unit)
+                            maximum = highest
+                            weights = num.fold(weights, keep, read[k * 6 + 1], add)
+                            v0 = num.fold(v0, keep, read[k * 6 + 2], add)
+                            v1 = num.fold(v1, keep, read[k * 6 + 3], add)
+                            v2 = num.fold(v2, keep, read[k * 6 + 4], add)
+                            v3 = num.fold(v3, keep, read[k * 6 + 5], add)
+                    part = i32(part + AHEAD)
                 sink = f32(0)
                 if sinks != u64(0):
                     sink = of_query_head(sinks, head, group, packed)
