@@ -108,6 +108,16 @@ class AttentionShape:
         return self.pool.itemsize == 1
 
     @property
+    def pool_key_bytes(self) -> int:
+        """Bytes of a token's K of one head in the pool, with its scale."""
+        return self.key_size * self.pool.itemsize + (4 if self.is_scaled else 0)
+
+    @property
+    def pool_value_bytes(self) -> int:
+        """Bytes of a token's V of one head in the pool, with its scale."""
+        return self.value_size * self.pool.itemsize + (4 if self.is_scaled else 0)
+
+    @property
     def key_row(self) -> int:
         """Bytes of a K row in shared memory."""
         return (self.tile if self.is_scaled else self.key_size * 2) + ROW_PADDING
@@ -118,14 +128,24 @@ class AttentionShape:
         return self.value_size * self.pool.itemsize + ROW_PADDING
 
     @property
+    def key_scales_at(self) -> int:
+        """Bytes of a tile of K in shared memory, behind which its scales are."""
+        return (self.key_size if self.is_scaled else self.tile) * self.key_row
+
+    @property
+    def value_scales_at(self) -> int:
+        """Bytes of a tile of V in shared memory, behind which its scales are."""
+        return self.tile * self.value_row
+
+    @property
     def key_tile_bytes(self) -> int:
         """Bytes of a tile of K in shared memory, with its scales."""
-        return self.key_size * self.key_row + self.tile * 4 if self.is_scaled else self.tile * self.key_row
+        return self.key_scales_at + (self.tile * 4 if self.is_scaled else 0)
 
     @property
     def value_tile_bytes(self) -> int:
         """Bytes of a tile of V in shared memory, with its scales."""
-        return self.tile * (self.value_row + (4 if self.is_scaled else 0))
+        return self.value_scales_at + (self.tile * 4 if self.is_scaled else 0)
 
     @property
     def key_steps(self) -> int:

@@ -40,7 +40,7 @@ def decode_kernel(shape: AttentionShape) -> Any:
     )
     TILE, STAGES = shape.tile, shape.stages
     MASKED = num.MASKED
-    KROW, VROW, QROW, PROW = shape.key_row, shape.value_row, shape.query_row, shape.tile * 2 + PADDING
+    VROW, QROW, PROW = shape.value_row, shape.query_row, shape.tile * 2 + PADDING
     STEPS, WORDS = shape.key_steps, shape.words_per_step
     QUERY_WORDS = STEPS * WORDS
     COLUMN_WARPS = TILE // 16
@@ -51,12 +51,11 @@ def decode_kernel(shape: AttentionShape) -> Any:
     FLOATS = shape.floats_per_group
     OUT = MY_GROUPS * FLOATS
     SCALED = shape.is_scaled
-    KEY_HEAD = shape.key_size * shape.pool.itemsize + (4 if SCALED else 0)
-    VALUE_HEAD = shape.value_size * shape.pool.itemsize + (4 if SCALED else 0)
+    KEY_HEAD, VALUE_HEAD = shape.pool_key_bytes, shape.pool_value_bytes
     KEY_TILE = shape.key_tile_bytes
     STAGE = KEY_TILE + shape.value_tile_bytes
-    KEY_SCALES = shape.key_size * KROW
-    VALUE_SCALES = KEY_TILE + TILE * VROW
+    KEY_SCALES = shape.key_scales_at
+    VALUE_SCALES = KEY_TILE + shape.value_scales_at
     Q_AT = STAGES * STAGE
     MAX_AT = Q_AT + ROWS * QROW
     P_AT = MAX_AT + WARPS * ROWS * 4

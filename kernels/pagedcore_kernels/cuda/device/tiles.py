@@ -106,105 +106,141 @@ def packer(target: Format) -> Any:
     return ptx.pack_bf16 if target is Format.BF16 else ptx.pack_f16
 
 
-def _row_loader(row_bytes: int, tile: int, threads: int) -> Any:
-    """The function that starts the copy of one tile of K or V rows into shared memory."""
+def _rows_of_a_warp(tile: int, threads: int) -> tuple[int, int]:
+    """Rows of a tile that a warp copies at a time, at most 16 so that they are of one block, and how often it does."""
+    warps = max(threads // 32, tile // 16)
+    return tile // warps, warps * 32 // threads
+
+
+@cuda.jit(device=True, inline="always")
+def _find_block(pool, table, block_shift, block_stride, start, token, end):
+    """The address of the block of ``token``, or of ``start`` if the token is not before ``end``, and which of the
+    block's tokens that is.
+    """
+    known = u32(token if token < end else start)
+    block = ptx.ldg32_nc(table + u64(u32(known >> u32(block_shift))) * u64(4))
+    return pool + u64(block) * block_stride, u32(known & u32((u32(1) << u32(block_shift)) - u32(1)))
+
+
+def _scale_copier(size: int, rows: int, at: int) -> Any:
+    """The function that starts the copy of a warp's scales, which come after a block's ``size`` rows, to ``at``."""
+    SIZE, QUADS, AT = size, rows // 4, at
+
+    @cuda.jit(device=True, inline="always")
+    def copy_scales(target, block, block_shift, within, first, left, lane):
+        """Copy the scales of the tokens from number ``first`` of the tile on, of which ``left`` are before the end."""
+        if lane < QUADS:
+            count = i32(max(min(i32(left - lane * 4), i32(4)), i32(0)))
+            source = block + u64(u32((u32(SIZE) << u32(block_shift)) + u32(within * u32(4)) + u32(lane * 16)))
+            ptx.cp_async16(target + u32(AT) + u32(u32(first * 4) + u32(lane * 16)), source, u32(count * 4))
+
+    return copy_scales
+
+
+def _row_loader(row_bytes: int, tile: int, threads: int, scales: tuple[int, int] | None = None) -> Any:
+    """The function that starts the copy of one tile of K or V rows into shared memory, and of scales: the rows of a
+    block before them, and where they go.
+    """
     CHUNKS = row_bytes // 16
     STRIDE = row_bytes + ROW_PADDING
-    TOTAL = tile * CHUNKS
-    THREADS = threads
-    ROUNDS = (TOTAL + THREADS - 1) // THREADS
-    EXACT = TOTAL % THREADS == 0
-    ROW = row_bytes
+    ROWS, PASSES = _rows_of_a_warp(tile, threads)
+    ROWS_SHIFT = ROWS.bit_length() - 1
+    TOTAL = ROWS * CHUNKS
+    ROUNDS = (TOTAL + 31) // 32
+    EXACT = TOTAL % 32 == 0
+    EVEN = 32 % CHUNKS == 0
+    ROUND_BYTES = 32 // CHUNKS * STRIDE if EVEN else 0
+    ROW, WARPS = row_bytes, threads // 32
+    SCALED = scales is not None
+    rows_before, scales_at = scales or (0, 0)
+    copy_scales = _scale_copier(rows_before, ROWS, scales_at)
 
     @cuda.jit(device=True, inline="always")
     def load_rows(target, pool, table, block_shift, block_stride, start, end, thread):
         """Copy rows start.. of one head; rows from ``end`` on become zeros and their table entries are not read."""
-        for i in range(ROUNDS):
-            chunk = i32(thread + i * THREADS)
-            if EXACT or chunk < TOTAL:
-                row = i32(u32(chunk) // u32(CHUNKS))
-                column = u32(u32(u32(chunk) % u32(CHUNKS)) * u32(16))
-                token = i32(start + row)
-                inside = token < end
-                known = u32(token if inside else start)
-                page = ptx.ldg32_nc(table + u64(u32(known >> u32(block_shift))) * u64(4))
-                within = u32(known & u32((u32(1) << u32(block_shift)) - u32(1)))
-                source = pool + u64(page) * block_stride + u64(u32(within * u32(ROW) + column))
-                ptx.cp_async16(target + u32(u32(row * STRIDE) + column), source, u32(16) if inside else u32(0))
+        lane = i32(thread & 31)
+        for turn in range(PASSES):
+            first = i32(i32(thread >> 5) * ROWS + turn * WARPS * ROWS)
+            token = i32(start + first)
+            if SCALED or block_shift >= ROWS_SHIFT:   # the warp's rows are one piece of one block
+                block, within = _find_block(pool, table, block_shift, block_stride, start, token, end)
+                source = block + u64(u32(within * u32(ROW) + u32(lane * 16)))
+                to = target + u32(u32(first * STRIDE) + u32(u32(lane) // u32(CHUNKS) * u32(ROW_PADDING))
+                                  + u32(lane * 16))
+                left = i32(i32(i32(end - token) * CHUNKS) - lane)
+                for i in range(ROUNDS):
+                    if EXACT or lane + i * 32 < TOTAL:
+                        size = u32(16) if left > i * 32 else u32(0)
+                        if EVEN:
+                            ptx.cp_async16(to + u32(i * ROUND_BYTES), source + u64(i * 512), size)
+                        else:
+                            row = u32(u32(lane + i * 32) // u32(CHUNKS))
+                            at = u32(u32(u32(first) + row) * u32(ROW_PADDING) + u32(first * ROW + lane * 16 + i * 512))
+                            ptx.cp_async16(target + at, source + u64(i * 512), size)
+                if SCALED:
+                    copy_scales(target, block, block_shift, within, first, i32(end - token), lane)
+            else:
+                chunk = lane
+                while chunk < TOTAL:
+                    row = i32(u32(chunk) // u32(CHUNKS))
+                    column = u32(u32(u32(chunk) % u32(CHUNKS)) * u32(16))
+                    inside = i32(token + row) < end
+                    block, within = _find_block(pool, table, block_shift, block_stride, start, i32(token + row), end)
+                    ptx.cp_async16(target + u32(u32(i32(first + row) * STRIDE) + column),
+                                   block + u64(u32(within * u32(ROW) + column)), u32(16) if inside else u32(0))
+                    chunk = i32(chunk + 32)
 
     return load_rows
 
 
-def _scale_loader(size: int, tile: int, at: int) -> Any:
-    """The function that starts the copy of a tile's scales, which come after a block's ``size`` rows, to ``at``."""
-    SIZE, QUADS, AT = size, tile // 4, at
-
-    @cuda.jit(device=True, inline="always")
-    def load_scales(target, pool, table, block_shift, block_stride, start, end, thread):
-        """Copy the scales of tokens start..; those from ``end`` on become zeros."""
-        if thread < QUADS:
-            token = i32(start + thread * 4)
-            count = i32(max(min(i32(end - token), i32(4)), i32(0)))
-            known = u32(token if count > 0 else start)
-            page = ptx.ldg32_nc(table + u64(u32(known >> u32(block_shift))) * u64(4))
-            within = u32(known & u32((u32(1) << u32(block_shift)) - u32(1)))
-            source = pool + u64(page) * block_stride + u64(u32((u32(SIZE) << u32(block_shift)) + u32(within * u32(4))))
-            ptx.cp_async16(target + u32(AT) + u32(thread * 16), source, u32(count * 4))
-
-    return load_scales
-
-
 def _element_loader(shape: AttentionShape, threads: int) -> Any:
-    """The function that starts the copy of one tile of K of 8 bits, a row of tokens for each element."""
-    SIZE, STRIDE, THREADS = shape.key_size, shape.key_row, threads
+    """The function that starts the copy of one tile of K of 8 bits, a row for each element, and of its scales."""
+    SIZE, STRIDE, WARPS = shape.key_size, shape.key_row, threads // 32
     TILE_SHIFT = shape.tile.bit_length() - 1
-    TOTAL = shape.key_size * shape.tile // 16
-    ROUNDS = (TOTAL + THREADS - 1) // THREADS
-    EXACT = TOTAL % THREADS == 0
+    ROWS, PASSES = _rows_of_a_warp(shape.tile, threads)
+    SHARE_SHIFT = (16 // ROWS).bit_length() - 1       # warps that share 16 tokens
+    AT_ONCE = 32 << SHARE_SHIFT
+    ROUNDS = (shape.key_size + AT_ONCE - 1) // AT_ONCE
+    EXACT = shape.key_size % AT_ONCE == 0
+    copy_scales = _scale_copier(shape.key_size, ROWS, shape.key_scales_at)
 
     @cuda.jit(device=True, inline="always")
     def load_elements(target, pool, table, block_shift, block_stride, start, end, thread):
-        """Copy 16 tokens of an element at a time; of 16 from ``end`` on the table entry is not read."""
-        # Why: neighbouring threads take what is together in the pool: first the tokens of an element in one block.
-        shift = u32(min(i32(block_shift), i32(TILE_SHIFT)) - 4)
-        for i in range(ROUNDS):
-            chunk = u32(thread + i * THREADS)
-            if EXACT or chunk < u32(TOTAL):
-                rest = u32(chunk >> shift)
-                row = u32(rest % u32(SIZE))
-                part = u32(chunk & u32((u32(1) << shift) - u32(1)))
-                group = u32(u32(u32(rest // u32(SIZE)) << shift) + part)
-                token = i32(start + i32(group * u32(16)))
-                inside = token < end
-                known = u32(token if inside else start)
-                page = ptx.ldg32_nc(table + u64(u32(known >> u32(block_shift))) * u64(4))
-                within = u32(known & u32((u32(1) << u32(block_shift)) - u32(1)))
-                source = pool + u64(page) * block_stride + u64(u32(u32(row << u32(block_shift)) + within))
-                ptx.cp_async16(target + u32(u32(row * u32(STRIDE)) + u32(group * u32(16))), source,
-                               u32(16) if inside else u32(0))
+        """Copy 16 tokens of an element at a time; of 16 from ``end`` on nothing is read."""
+        # Why: neighbouring lanes take what is together in the pool: first the tokens of an element in one block. Warps
+        # share the elements of a block's tokens in the tile, so that each needs one entry of the table.
+        shift = i32(min(i32(block_shift), i32(TILE_SHIFT)) - 4)
+        lane = i32(thread & 31)
+        part = i32(lane & i32((i32(1) << shift) - 1))
+        for turn in range(PASSES):
+            warp = i32(i32(thread >> 5) + turn * WARPS)
+            span = i32(shift + SHARE_SHIFT)           # of the number of warps that share
+            sharer = i32(warp & i32((i32(1) << span) - 1))
+            run = i32(i32(warp >> span) << i32(shift + 4))
+            block, within = _find_block(pool, table, block_shift, block_stride, start, i32(start + run), end)
+            row = i32(i32(lane >> shift) + i32(i32(32 * sharer) >> shift))
+            source = block + u64(u32(u32(u32(row) << u32(block_shift)) + within + u32(part * 16)))
+            to = target + u32(u32(row * STRIDE) + u32(run + part * 16))
+            size = u32(16) if i32(start + run + part * 16) < end else u32(0)
+            step = u64(u32(u32(AT_ONCE) << u32(block_shift)))
+            for i in range(ROUNDS):
+                if EXACT or row + i * AT_ONCE < SIZE:
+                    ptx.cp_async16(to + u32(i * AT_ONCE * STRIDE), source, size)
+                source += step
+            mine = i32(warp * ROWS)
+            copy_scales(target, block, block_shift, u32(within + u32(mine - run)), mine, i32(end - i32(start + mine)),
+                        lane)
 
     return load_elements
 
 
-def _both(first: Any, second: Any) -> Any:
-    """The function that starts two copies of one tile."""
-
-    @cuda.jit(device=True, inline="always")
-    def load(target, pool, table, block_shift, block_stride, start, end, thread):
-        first(target, pool, table, block_shift, block_stride, start, end, thread)
-        second(target, pool, table, block_shift, block_stride, start, end, thread)
-
-    return load
-
-
 def _loaders(shape: AttentionShape, threads: int) -> tuple[Any, Any]:
     """The functions that start the copies of one tile of K and of V, with their scales."""
-    values = _row_loader(shape.value_size * shape.pool.itemsize, shape.tile, threads)
+    value_bytes = shape.value_size * shape.pool.itemsize
     if not shape.is_scaled:
-        return _row_loader(shape.key_size * 2, shape.tile, threads), values
-    key_scales = _scale_loader(shape.key_size, shape.tile, shape.key_size * shape.key_row)
-    value_scales = _scale_loader(shape.value_size, shape.tile, shape.tile * shape.value_row)
-    return _both(_element_loader(shape, threads), key_scales), _both(values, value_scales)
+        return _row_loader(shape.key_size * 2, shape.tile, threads), _row_loader(value_bytes, shape.tile, threads)
+    scales = shape.value_size, shape.value_scales_at
+    return _element_loader(shape, threads), _row_loader(value_bytes, shape.tile, threads, scales)
 
 
 def _query_stager(shape: AttentionShape, threads: int) -> Any:
