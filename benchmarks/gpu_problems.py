@@ -16,10 +16,10 @@ from cuda_plan import BLOCK, step_plan
 
 from pagedcore_kernels.cuda.attention.work_lists import Visibility, WorkLists, make_work_lists
 from pagedcore_kernels.cuda.build.variants import attention_name
-from pagedcore_kernels.cuda.shapes import LOG2_E, AttentionShape, Format, partial_bytes
+from pagedcore_kernels.cuda.shapes import LOG2_E, AttentionShape, Format, partial_bytes, segment_shift
 
-CTAS_PER_SM = 2
-"""What the driver says of the decode kernel of heads of 128 on an H100 or H200."""
+CTAS_PER_SM = 3
+"""What registers and shared memory of the decode kernel of heads of 128 allow on an H100 or H200."""
 _CHUNK = 2**26
 _BF16 = 2
 
@@ -119,7 +119,8 @@ class Problem:
             (layer.kernel(family), self._counts[family] * layer.kv_heads, (
                 self._query, self.pool, values, self._tables, self._items[family], self._described, output,
                 self.partials, self.counters, None, None, self.block_stride, layer.heads * row, row,
-                BLOCK.bit_length() - 1, layer.kv_heads, layer.group, 0, 0, layer.head_size**-0.5 * LOG2_E, 0.0,
+                BLOCK.bit_length() - 1, layer.kv_heads, layer.group, 0, 0,
+                segment_shift(layer.kv_heads), layer.head_size**-0.5 * LOG2_E, 0.0,
             )) for family in families
         ]
 

@@ -286,7 +286,7 @@ def sweeps(gpu: Any, sizes: Sizes, report: Report, deeper: Callable[[int], Any])
         batch, rows = f"{sequences} x {context}", [(1, context - 1)] * sequences
         with gpu.memory():
             problem = Problem(gpu, sizes.layer, rows)
-            for per_sm in (1, CTAS_PER_SM, 4, 8, 16):
+            for per_sm in (1, 2, CTAS_PER_SM, 4, 8, 16):
                 problem.cut(per_sm * gpu.num_sms)
                 report.add(what="CTAs per multiprocessor", value=per_sm, batch=batch,
                            **_decode_row(gpu, sizes, problem, copied))

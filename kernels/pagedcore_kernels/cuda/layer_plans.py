@@ -16,7 +16,7 @@ import torch
 
 from pagedcore_kernels.cuda.attention.uploads import Scratch, StepBuffer
 from pagedcore_kernels.cuda.attention.work_lists import Visibility, WorkLists, make_work_lists
-from pagedcore_kernels.cuda.shapes import DECODE_ROWS, SEGMENT, partial_bytes
+from pagedcore_kernels.cuda.shapes import DECODE_ROWS, partial_bytes, segment_shift
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import Int32Array, RaggedRows
 from pagedcore_kernels.layout import BlockLayout, LayerShape
@@ -99,9 +99,9 @@ class LayerPlans:
         if not self._kinds or any(visibility.group > DECODE_ROWS for visibility, _ in self._kinds):
             return None
         # Why the pool bounds it: rows that share no blocks have no more tokens. For those that do it may have to grow.
-        segments = min(most_rows * most_blocks, self._num_blocks) * self._layout.block_size // SEGMENT + most_rows
-        kv_heads = max(kv_heads for _, kv_heads in self._kinds)
-        self._scratch.reserve(segments * kv_heads * self._partial_floats, segments * kv_heads)
+        tokens = min(most_rows * most_blocks, self._num_blocks) * self._layout.block_size
+        partials = max(((tokens >> segment_shift(heads)) + most_rows) * heads for _, heads in self._kinds)
+        self._scratch.reserve(partials * self._partial_floats, partials)
         items = sum(8 * self._num_items(most_rows, kv_heads) for _, kv_heads in self._kinds)
         return StepFrame(self.partials.device, most_rows * (_NUMBERS_PER_ROW + most_blocks) + items)
 

@@ -21,8 +21,9 @@ HALF_PREFILL: Final = PREFILL_ROWS // 2
 _SMALL: Final = 99 * 1024
 _SHARED_BYTES: Final = {(8, 0): 163 * 1024, (8, 7): 163 * 1024, (9, 0): 227 * 1024, (10, 0): 227 * 1024,
                         (10, 3): 227 * 1024}
-SEGMENT: Final = 512
-"""Tokens of a segment, in which contexts are split; a multiple of every tile. See ``device/numerics.py``."""
+SEGMENT_SHIFT: Final = 9
+"""Of the 512 tokens of a segment, in which contexts are split; a multiple of every tile. See ``device/numerics.py``."""
+_MANY_HEADS: Final = 8
 ROW_PADDING: Final = 16
 """Bytes after each row in shared memory; makes ldmatrix free of bank conflicts for every head size."""
 
@@ -71,6 +72,13 @@ def most_shared_bytes(capability: tuple[int, int]) -> int:
 def tile_size(key_size: int, value_size: int) -> int:
     """Tokens of a tile, as many as registers allow. Part of the order of additions, so of the head sizes alone."""
     return 64 if max(key_size, value_size) <= 128 else 32
+
+
+def segment_shift(kv_heads: int) -> int:
+    """Of the tokens of a segment: half as many in layers of few KV heads, whose contexts make few CTAs otherwise. Part
+    of the order of additions, so of nothing that a row's company decides.
+    """
+    return SEGMENT_SHIFT if kv_heads >= _MANY_HEADS else SEGMENT_SHIFT - 1
 
 
 def partial_bytes(value_size: int) -> int:

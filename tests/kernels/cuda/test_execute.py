@@ -101,15 +101,22 @@ def test_small_shared_memory_changes_no_bits(
     assert torch.equal(output, case.attend(case.backend(), case.rows(), **options))
 
 
-def test_a_chunk_of_a_long_context_is_split_without_changing_bits() -> None:
-    """A few tokens too many for one decode item, over a long context, become several items with the same result."""
-    case = Case(Shape(4, 1, 64, 64, 16, BF16), lengths=[(9, 2100)])
+@pytest.mark.parametrize(("shape", "tokens", "context"), [
+    (Shape(4, 1, 64, 64, 16, BF16), 9, 2100),
+    pytest.param(Shape(2, 8, 64, 64, 16, BF16), 8, 1100, marks=pytest.mark.kernels),
+])
+def test_a_chunk_of_a_long_context_is_split_without_changing_bits(shape: Shape, tokens: int, context: int) -> None:
+    """A few tokens over a long context, too many for one decode item even, become several items with the same result.
+
+    Segments are short in layers of few KV heads, and more partial results than a merge reads at a time.
+    """
+    case = Case(shape, lengths=[(tokens, context)])
     cut = case.backend(num_sms=64)
     output = case.attend(cut, case.rows())
     assert [name.partition("-")[0] for name, _ in cut._driver.launched] == ["decode"]  # type: ignore[attr-defined]
     assert relative_error(output, case.expected(case.rows())) < MAX_ERROR[BF16]
-    many = case.attend(case.backend(num_sms=1), case.rows([(30, 2100)]))
-    assert torch.equal(many[-9:], output)
+    many = case.attend(case.backend(num_sms=1), case.rows([(30, context)]))
+    assert torch.equal(many[-tokens:], output)
 
 
 def test_the_first_layer_of_a_kind_and_later_steps_agree() -> None:

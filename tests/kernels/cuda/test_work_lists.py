@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagedcore_kernels.cuda.attention.work_lists import Visibility, WorkLists, make_work_lists
-from pagedcore_kernels.cuda.shapes import DECODE_ROWS, PREFILL_ROWS, SEGMENT
+from pagedcore_kernels.cuda.shapes import DECODE_ROWS, PREFILL_ROWS, SEGMENT_SHIFT, segment_shift
 from pagedcore_kernels.step_plan import StepPlan
 
 BLOCK = 16
@@ -58,7 +58,7 @@ def test_every_row_meets_every_key_once(
         if segments != [-1]:
             position = lengths[row][1] + r // group
             first = int(visibility.first_visible(np.array([position]))[0])
-            needed = set(range(first // SEGMENT, position // SEGMENT + 1))
+            needed = set(range(first >> segment_shift(kv_heads), (position >> segment_shift(kv_heads)) + 1))
             assert needed <= set(segments)
             assert len(segments) == len(set(segments))
 
@@ -98,9 +98,15 @@ def test_decode_work_is_spread(lengths: list[tuple[int, int]]) -> None:
     assert (np.diff(sizes) <= 0).all()
 
 
+@pytest.mark.parametrize(("kv_heads", "items"), [(8, 16), (4, 32), (1, 32)])
+def test_layers_of_few_heads_have_shorter_segments(kv_heads: int, items: int) -> None:
+    """One context of 8,192 tokens becomes twice as many items where fewer than 8 KV heads share the GPU with it."""
+    assert len(make_work_lists(step_plan([(1, 8191)]), Visibility(4), kv_heads, 264).decode) == items
+
+
 def test_short_contexts_are_not_split() -> None:
     """A context of one segment is one item that writes its result at once, however empty the GPU is."""
-    lists = make_work_lists(step_plan([(1, SEGMENT - 1), (1, 3)]), Visibility(4), 1, 264)
+    lists = make_work_lists(step_plan([(1, (1 << SEGMENT_SHIFT) - 1), (1, 3)]), Visibility(4), 8, 264)
     assert lists.decode[:, 4].tolist() == [-1, -1]
     assert lists.num_partials == 0
 

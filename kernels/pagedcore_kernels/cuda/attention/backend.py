@@ -29,7 +29,7 @@ from pagedcore_kernels.cuda.driver import Argument, CudaDriver, Driver, why_driv
 from pagedcore_kernels.cuda.formats import FORMATS, check_kernel_layout, layer_views
 from pagedcore_kernels.cuda.layer_plans import LayerPlans, SharedStep, StepFrame
 from pagedcore_kernels.cuda.sampling import TokenSampler
-from pagedcore_kernels.cuda.shapes import LOG2_E, ROW_THREADS, AttentionShape
+from pagedcore_kernels.cuda.shapes import LOG2_E, ROW_THREADS, AttentionShape, segment_shift
 from pagedcore_kernels.errors import InternalError, InvalidConfig
 from pagedcore_kernels.interface import RaggedRows
 from pagedcore_kernels.layout import LayerShape, ScaledKVLayout, TokenMajorLayout
@@ -236,7 +236,7 @@ class NumbaCudaAttention:
             query, self._keys[layer], self._values[layer], step.tables, None, step.rows, output, self._plans.partials,
             self._plans.counters, _floats(slopes), _floats(sinks), self._layout.block_bytes,
             query.stride(0) * query.itemsize, query.stride(1) * query.itemsize, self._block_shift, shape.num_kv_heads,
-            visibility.group, visibility.window, visibility.chunk, unit, cap_input,
+            visibility.group, visibility.window, visibility.chunk, segment_shift(shape.num_kv_heads), unit, cap_input,
         )
         kernel = AttentionShape(shape.key_head_size, shape.value_head_size, self._query_format, self._pool_format)
         for family, items, count in work.launches:

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pagedcore_kernels.cuda.shapes import DECODE_ROWS, PREFILL_ROWS, SEGMENT
+from pagedcore_kernels.cuda.shapes import DECODE_ROWS, PREFILL_ROWS, SEGMENT_SHIFT, segment_shift
 from pagedcore_kernels.interface import Int32Array, Int64Array
 from pagedcore_kernels.step_plan import StepPlan
 
-LONG_CONTEXT = 4 * SEGMENT
+LONG_CONTEXT = 4 << SEGMENT_SHIFT
 """From here on even a few tokens too many for one decode item are better off with the context split."""
 
 
@@ -71,11 +71,11 @@ def make_work_lists(plan: StepPlan, visibility: Visibility, kv_heads: int, num_c
     """
     packed = plan.query_lens * visibility.group
     few = packed <= DECODE_ROWS
-    num_items, prefill = max(1, num_ctas // kv_heads), _NO_PREFILL
+    prefill = _NO_PREFILL
     if not few.all():
         few |= (packed <= PREFILL_ROWS) & (plan.kv_lens >= LONG_CONTEXT)
         prefill = _prefill_items(plan, visibility, packed, ~few)
-    decode, num_partials = _decode_items(plan, visibility, packed, few, num_items)
+    decode, num_partials = _decode_items(plan, visibility, packed, few, kv_heads, num_ctas)
     return WorkLists(decode, prefill, num_partials)
 
 
@@ -117,16 +117,18 @@ def _prefill_items(
 
 
 def _decode_items(
-    plan: StepPlan, visibility: Visibility, packed: Int64Array, chosen: npt.NDArray[np.bool_], num_items: int
+    plan: StepPlan, visibility: Visibility, packed: Int64Array, chosen: npt.NDArray[np.bool_], kv_heads: int,
+    num_ctas: int,
 ) -> tuple[Int32Array, int]:
     """Split each tile's segments into runs of nearly equal length, about as many runs as run at once."""
     rows, first = _row_tiles(packed, chosen, DECODE_ROWS)
     if len(rows) == 0:
         return np.empty((0, 8), np.int32), 0
     begin, end = _span(plan, visibility, packed, rows, first, DECODE_ROWS)
-    start = begin // SEGMENT
-    segments = (end + (SEGMENT - 1)) // SEGMENT - start
-    longest = max(1, -(-int(segments.sum()) // num_items))
+    shift = segment_shift(kv_heads)
+    start = begin >> shift
+    segments = (end - 1 >> shift) + 1 - start
+    longest = max(1, -(-int(segments.sum()) // max(1, num_ctas // kv_heads)))
     if segments.max() <= longest:
         return _ordered((rows, first, start, start + segments, -1, 0, 0, 1), segments), 0
     return _split_items(rows, first, start, segments, -(-segments // longest))

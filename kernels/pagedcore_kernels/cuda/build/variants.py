@@ -25,7 +25,7 @@ from pagedcore_kernels.cuda.shapes import (
 )
 from pagedcore_kernels.errors import InvalidConfig
 
-ATTENTION_PARAMETERS: Final = "QQQQQQQQQQQQIIiiiiiff"
+ATTENTION_PARAMETERS: Final = "QQQQQQQQQQQQIIiiiiiiff"
 """Letters of ``struct``: 11 addresses, the bytes from block to block, and the sizes that ``device/decode.py`` names."""
 ROTATE_PARAMETERS: Final = "QQQQQQQQQQQIIIIIIIIIIIIIIIf"
 """10 addresses, the bytes from block to block, and the sizes that ``device/rotate.py`` names."""

@@ -20,7 +20,7 @@ from pagedcore_kernels.cuda.device.partials import of_query_head, result_functio
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import tile_functions
 from pagedcore_kernels.cuda.shapes import DECODE_ROWS as ROWS
-from pagedcore_kernels.cuda.shapes import LOG2_E, SEGMENT, WARPS, AttentionShape
+from pagedcore_kernels.cuda.shapes import LOG2_E, WARPS, AttentionShape
 from pagedcore_kernels.cuda.shapes import ROW_PADDING as PADDING
 
 
@@ -64,7 +64,7 @@ def decode_kernel(shape: AttentionShape) -> Any:
 
     def decode(query, keys, values, tables, work, rows_info, output, partials, counters, slopes, sinks,
                block_stride, query_token, query_head, block_shift, kv_heads, group, window, chunk,
-               unit, cap_input):
+               segment_shift, unit, cap_input):
         base = ptx.shared_address(cuda.shared.array(0, dtype=np.uint8))
         t = i32(cuda.threadIdx.x)
         lane = i32(t & 31)
@@ -96,8 +96,8 @@ def decode_kernel(shape: AttentionShape) -> Any:
         all_visible_from = num.first_visible(last_position, window, chunk)
         begin = i32(i32(u32(begin) // u32(TILE)) * TILE)
         opens = slot == first_slot                    # this item starts where its rows' context does
-        j = i32(max(begin, i32(segment0 * SEGMENT)))
-        end = i32(min(i32(last_position + 1), i32(segment1 * SEGMENT)))
+        j = i32(max(begin, i32(segment0 << segment_shift)))
+        end = i32(min(i32(last_position + 1), i32(segment1 << segment_shift)))
         table = tables + u64(u32(info[3])) * u64(4)
         k_head = keys + u64(u32(head << block_shift)) * u64(KEY_HEAD)
         v_head = values + u64(u32(head << block_shift)) * u64(VALUE_HEAD)
@@ -258,7 +258,7 @@ def decode_kernel(shape: AttentionShape) -> Any:
             j = i32(j + TILE)
             current = i32(current + 1) if current + 1 < STAGES else i32(0)
 
-            if num.completes_segment(j, end):
+            if num.completes_segment(j, end, segment_shift):
                 sum_a = num.sum_of_quad(sum_a)
                 sum_b = num.sum_of_quad(sum_b)
                 new_a = ptx.fmax(total_max_a, max_a)
@@ -280,7 +280,7 @@ def decode_kernel(shape: AttentionShape) -> Any:
                 if slot >= 0 and (j >= end or not opens):
                     mine = i32(slot)
                     if not opens:
-                        mine = i32(slot + i32(u32(j - 1) // u32(SEGMENT)) - segment0)
+                        mine = i32(slot + i32(u32(j - 1) >> u32(segment_shift)) - segment0)
                     store_partial(partial_address(partials, mine, head, kv_heads), total, total_max_a, total_max_b,
                                   total_sum_a, total_sum_b, warp, lane)
                     total_max_a, total_max_b = f32(MASKED), f32(MASKED)
@@ -316,8 +316,8 @@ def decode_kernel(shape: AttentionShape) -> Any:
         ptx.fence()
         # The partials are the last segments, one each, and before them everything else in one; what lies wholly
         # before the first visible key was left by nobody.
-        before = i32(i32(u32(last_position) // u32(SEGMENT)) + 1 - num_partials)
-        skipped = i32(max(i32(i32(u32(begin) // u32(SEGMENT)) - before), 0))
+        before = i32(i32(u32(last_position) >> u32(segment_shift)) + 1 - num_partials)
+        skipped = i32(max(i32(i32(u32(begin) >> u32(segment_shift)) - before), 0))
         merge(partials, first_slot, skipped, num_partials, output, q_start, row0, last, head, kv_heads, group, unit,
               sinks, t)
 

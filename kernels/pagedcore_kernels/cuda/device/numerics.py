@@ -15,7 +15,7 @@ from __future__ import annotations
 from pagedcore_kernels.cuda.device import primitives as ptx
 from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32
-from pagedcore_kernels.cuda.shapes import LOG2_E, SEGMENT
+from pagedcore_kernels.cuda.shapes import LOG2_E
 
 MASKED = -1.0e30
 NO_SCORE = -5.0e29
@@ -34,11 +34,11 @@ def first_visible(position, window, chunk):
 
 
 @cuda.jit(device=True, inline="always")
-def completes_segment(position, end):
+def completes_segment(position, end, segment_shift):
     """Whether the tile before ``position`` was the last of its segment or of all; the same for a whole CTA."""
     # Why: of a reduction's result the assembler knows that no warp divides by it. It would otherwise expect a warp in
     # parts at the shuffles of the fold, for which it calls a subroutine and on sm_80 spills what a call may overwrite.
-    is_complete = position >= end or u32(position) % u32(SEGMENT) == u32(0)
+    is_complete = position >= end or u32(position) & u32((u32(1) << u32(segment_shift)) - u32(1)) == u32(0)
     return ptx.redux_max(u32(is_complete)) != u32(0)
 
 

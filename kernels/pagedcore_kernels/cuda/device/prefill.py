@@ -54,7 +54,7 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
 
     def prefill(query, keys, values, tables, work, rows_info, output, partials, counters, slopes, sinks,
                 block_stride, query_token, query_head, block_shift, kv_heads, group, window, chunk,
-                unit, cap_input):
+                segment_shift, unit, cap_input):
         base = ptx.shared_address(cuda.shared.array(0, dtype=np.uint8))
         t = i32(cuda.threadIdx.x)
         lane = i32(t & 31)
@@ -204,7 +204,7 @@ def prefill_kernel(shape: AttentionShape, rows: int = PREFILL_ROWS) -> Any:
             sum_b = ptx.ffma(sum_b, factor_b, tile_b)
             j = following
 
-            if num.completes_segment(j, end):
+            if num.completes_segment(j, end, segment_shift):
                 sum_a = num.sum_of_quad(sum_a)
                 sum_b = num.sum_of_quad(sum_b)
                 new_a = ptx.fmax(total_max_a, max_a)
