@@ -280,6 +280,8 @@ class StepRunner:
             self._take_back(lost)
             return None
         except BrokenOff as broken:
+            if isinstance(broken.cause, Exception):
+                self._end_without_device(broken.cause)
             self.is_torn = False
             self._outputs.note_step()
             raise broken.cause from None

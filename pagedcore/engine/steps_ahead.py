@@ -90,7 +90,7 @@ class StepsAhead:
         none. ``None``: nothing was done, because the next step has to be taken by itself.
 
         Raises:
-            BrokenOff: the launch was interrupted; the step before was read.
+            BrokenOff: the launch was interrupted, and the step before was read; or the device has failed for good.
             TokensLost: the step before could not be read.
             InternalError: as ``Scheduler.schedule``.
         """
@@ -113,8 +113,11 @@ class StepsAhead:
                 launched = self._launch(plan)
             except BrokenOff as broken:
                 # Why not told: what fails alone as well will fail in the next call.
-                interruption = None if isinstance(broken.cause, Exception) else broken
+                interruption = broken if self._is_final(broken) else None
         scheduler.recall()
+        if interruption is not None and isinstance(interruption.cause, Exception):
+            # Why now: the device is lost, and a read would raise what says less of the reason.
+            raise interruption
         self._read(before, lambda sampled: scheduler.read(self._host.tokens(before.plan, sampled)))
         if interruption is not None:
             raise interruption
@@ -134,9 +137,9 @@ class StepsAhead:
         try:
             launched = self._launch(plan)
         except BrokenOff as broken:
-            if isinstance(broken.cause, Exception):
-                return None
-            raise
+            if self._is_final(broken):
+                raise
+            return None
         return SchedulePlan(stopped_by=plan.stopped_by) if self._choose(launched) else None
 
     def _take_off(self) -> _Flight:
@@ -170,11 +173,17 @@ class StepsAhead:
             return True
         try:
             launched.wait = self._host.choose(launched.plan, launched.logits)
-        except BrokenOff:
+        except BrokenOff as broken:
             self._scheduler.rollback(launched.plan)
+            if self._is_final(broken):
+                raise
             return False
         launched.logits, self._flight = None, launched
         return True
+
+    def _is_final(self, broken: BrokenOff) -> bool:
+        """Whether what broke off is not taken by itself: it was interrupted, or the device has failed for good."""
+        return not isinstance(broken.cause, Exception) or self._runner.has_lost_device
 
     def _read(self, flight: _Flight, book: Callable[[SampledTokens], list[NewToken]]) -> None:
         """Wait for the tokens of a step, book them, and give them to completions. Raises ``TokensLost``."""

@@ -17,7 +17,7 @@ from pagedcore.analysis.replay.decisions import replay_decisions
 from pagedcore.analysis.replay.lives import recorded_outcome
 from pagedcore.analysis.replay.what_if import WhatIf, compare
 from pagedcore.engine.engine import Engine
-from pagedcore.errors import InvalidLogits, QueueTimeout, StepFailed
+from pagedcore.errors import EngineClosed, InvalidLogits, QueueTimeout, StepFailed
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.requests.observers import EngineObserver
 from pagedcore.requests.request import Request
@@ -198,6 +198,33 @@ def test_a_launch_that_fails_costs_no_token(step: int) -> None:
     run(engine)
     assert [tokens(one) for one in requests] == [toy_answer(prompt, 8) for prompt in PROMPTS]
     assert_all_free(engine)
+
+
+class LosesDevice(ToyAhead):
+    """Fails for good in a launch; later ones say less of it."""
+
+    lost_on, has_lost_device = 0, False
+
+    def forward(self, batch: RaggedRows) -> FloatArray:
+        if self.has_lost_device:
+            raise RuntimeError("something failed earlier")
+        if self.num_launches == self.lost_on:
+            self.has_lost_device = True
+            raise RuntimeError("kernel decode: status 700")
+        return super().forward(batch)
+
+
+@pytest.mark.parametrize("launch", [1, 2, 4])
+def test_a_launch_that_loses_the_device_says_why(launch: int) -> None:
+    """The engine ends with what the launch said, and does not try it again."""
+    backend = LosesDevice()
+    backend.lost_on = launch
+    engine = make_engine(backend)
+    requests = [engine.add_request(prompt, plain()) for prompt in PROMPTS]
+    with pytest.raises(EngineClosed, match=r"kernel decode: status 700.*restart the process"):
+        run(engine)
+    assert backend.num_launches == launch
+    assert all("status 700" in str(request.error) for request in requests)
 
 
 class Poisoned(ToyAhead):
