@@ -117,7 +117,10 @@ def _checks(gate: Any, all_cases: bool) -> Iterator[tuple[str, Callable[[], None
         label = f"{case[0]}, pool {case[1] or case[0].dtype}"
         yield f"float64: {label}", lambda case=case: gate.test_kernels_agree_with_float64(*case)
         yield f"bits: {label}", lambda case=case: gate.test_a_token_has_the_same_bits_however_the_work_is_cut(*case)
-    names = ["a_chunk_of_a_long_context_is_split_without_changing_bits", "written_bytes_are_the_references"]
+    for case in gate.LONG_CHUNKS[: None if all_cases else 1]:
+        yield f"a chunk of {case[1]} tokens after {case[2]}", lambda case=case: (
+            gate.test_a_chunk_of_a_long_context_is_split_without_changing_bits(*case))
+    names = ["written_bytes_are_the_references"]
     if all_cases:
         names += ["the_first_layer_of_a_kind_and_later_steps_agree", "alibi"]
     for name in names:

@@ -101,10 +101,11 @@ def test_small_shared_memory_changes_no_bits(
     assert torch.equal(output, case.attend(case.backend(), case.rows(), **options))
 
 
+LONG_CHUNKS = [(Shape(4, 1, 64, 64, 16, BF16), 9, 2100), (Shape(2, 8, 64, 64, 16, BF16), 8, 1100)]
+
+
 @pytest.mark.parametrize(("shape", "tokens", "context"), [
-    (Shape(4, 1, 64, 64, 16, BF16), 9, 2100),
-    pytest.param(Shape(2, 8, 64, 64, 16, BF16), 8, 1100, marks=pytest.mark.kernels),
-])
+    LONG_CHUNKS[0], pytest.param(*LONG_CHUNKS[1], marks=pytest.mark.kernels)])
 def test_a_chunk_of_a_long_context_is_split_without_changing_bits(shape: Shape, tokens: int, context: int) -> None:
     """A few tokens over a long context, too many for one decode item even, become several items with the same result.
 
