@@ -134,12 +134,13 @@ def quantize_rows(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     """
     exact = rows.float()
     largest = exact.abs().amax(-1)
-    is_used = largest.isfinite() & (largest >= 2.0**-100)
+    is_finite = largest.isfinite()
+    is_used = is_finite & (largest >= 2.0**-100)
     # Why a tensor: of a number and a tensor torch multiplies by a reciprocal, which is rounded once more.
     most = torch.full_like(largest, LARGEST[dtype])
     factor = torch.where(is_used, most / largest, 0.0)
-    scale = torch.where(is_used, largest / most, torch.where(largest.isfinite(), 0.0, float("nan")))
-    exact = (exact * factor.unsqueeze(-1)).nan_to_num(0.0)
+    scale = torch.where(is_used, largest / most, torch.where(is_finite, 0.0, float("nan")))
+    exact = exact.where(is_finite.unsqueeze(-1), 0.0) * factor.unsqueeze(-1)
     return (exact.round() if dtype == torch.int8 else exact).to(dtype), scale
 
 
