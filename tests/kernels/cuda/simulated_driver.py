@@ -14,13 +14,11 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from pagedcore_kernels.cuda.attention.backend import NumbaCudaAttention
 from pagedcore_kernels.cuda.build.compiler import compile_ptx
 from pagedcore_kernels.cuda.build.images import source_digest
 from pagedcore_kernels.cuda.build.toolchain import compiler_versions
 from pagedcore_kernels.cuda.build.variants import Source, make_source
 from pagedcore_kernels.cuda.driver import Argument
-from pagedcore_kernels.layout import TokenMajorLayout
 from pagedcore_ptxsim import launch
 
 CACHE: list[Path] = []
@@ -113,10 +111,3 @@ class SimulatedDriver:
             ptx, None, num_ctas, source.threads, [as_numpy(a) for a in arguments],
             dynamic_shared_bytes=source.shared_bytes, block_order=order.tolist(), check_races=self.check_races,
         )
-
-
-class SimulatedAttention(NumbaCudaAttention):
-    """The backend as an engine makes it, with the interpreter for a GPU."""
-
-    def __init__(self, layout: TokenMajorLayout, pool: torch.Tensor) -> None:
-        super().__init__(layout, pool, driver=SimulatedDriver())
