@@ -117,7 +117,8 @@ def test_a_decode_step_is_nine_launches_a_layer(name: str, gpus: Machine) -> Non
 
 
 @pytest.mark.parametrize("name", [
-    *FAST, *(pytest.param(name, marks=pytest.mark.kernels) for name in (*KNOWN, *MIXTURES, *OTHERS) if name not in FAST)])
+    *FAST, *(pytest.param(name, marks=pytest.mark.kernels)
+             for name in (*KNOWN, *MIXTURES, *OTHERS) if name not in FAST)])
 def test_logits_are_those_of_the_modules(name: str, gpus: Machine) -> None:
     """The self-test passes, and chunks and decode rows in random company give transformers' own logits, by the fused
     decoder or by a model's own modules over the kernels' attention."""
