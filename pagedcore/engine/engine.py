@@ -486,26 +486,24 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         with self._steps.exclusive():
             if self.sessions.parking.next_expiry_s < math.inf:
                 self.sessions.parking.expire()
-            # Why not: there is no request, and observers would look at blocks that have no memory.
-            if not self.requests.sleep_level:
-                self._step()
+            if self.requests.sleep_level:
+                # Why: there is no request, and observers would look at blocks that have no memory.
+                return self._outputs.take_untold()
+            if is_observed := self.hooks.observes_steps:
+                self._report.begin()
+            try:
+                plan = self._steps.run()
+            except (InternalError, EngineClosed) as error:
+                self.note_trouble("broken-step", error)
+                raise
+            waits = self.wait_log
+            if not plan.rows or self._steps.has_failed or plan.stopped_by != waits.reason or waits.is_idle:
+                self._look_at(plan)
+            for one in self.observers:
+                one.step_ended()
+            if plan.rows and is_observed:
+                self.hooks.step_done(self._report.describe(plan, self.stats))
             return self._outputs.take_untold()
-
-    def _step(self) -> None:
-        if is_observed := self.hooks.observes_steps:
-            self._report.begin()
-        try:
-            plan = self._steps.run()
-        except (InternalError, EngineClosed) as error:
-            self.note_trouble("broken-step", error)
-            raise
-        waits = self.wait_log
-        if not plan.rows or self._steps.has_failed or plan.stopped_by != waits.reason or waits.is_idle:
-            self._look_at(plan)
-        for one in self.observers:
-            one.step_ended()
-        if plan.rows and is_observed:
-            self.hooks.step_done(self._report.describe(plan, self.stats))
 
     def _look_at(self, plan: SchedulePlan) -> None:
         """Note what stops the queue, whether the model failed, and whether nothing was computed for long."""
