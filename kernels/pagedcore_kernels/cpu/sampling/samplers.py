@@ -9,6 +9,7 @@ in the batch or the number of threads.
 
 from __future__ import annotations
 
+from ctypes import addressof, c_char
 from typing import Any, Final
 
 import numpy as np
@@ -35,6 +36,7 @@ _LOGITS_PER_THREAD: Final = 2**16
 
 _KEPT_BYTES: Final = 2**25
 """So much memory for logits is kept from a step to the next; the system clears new memory before it is written."""
+_NO_BYTES: Final = c_char * 0
 
 Logits = npt.NDArray[np.float32]
 
@@ -54,7 +56,7 @@ class GreedyPicker:
         token_ids = np.empty(len(logits), np.int64)
         is_short = logits.dtype == np.int16
         kernel, kind = (greedy_bfloat16_kernel(), np.int16) if is_short else (greedy_kernel(), np.float32)
-        self._launcher.run(kernel, logits, len(logits), token_ids.ctypes.data, kind=kind)
+        self._launcher.run(kernel, logits, len(logits), _address(token_ids), kind=kind)
         return token_ids
 
 
@@ -104,7 +106,7 @@ class TokenSampler:
         if rows.dtype != SAMPLING_ROW or rows.shape != logits.shape[:1]:
             raise InternalError(f"sampling rows: got shape {rows.shape}, expected one for each of {len(logits)} rows")
         token_ids = np.empty(len(logits), np.int64)
-        self._launcher.run(sampling_kernel(), logits, len(logits), token_ids.ctypes.data, rows.ctypes.data)
+        self._launcher.run(sampling_kernel(), logits, len(logits), _address(token_ids), _address(rows))
         return token_ids
 
 
@@ -164,9 +166,14 @@ class LogprobReporter:
         normalisers, ids, values = np.empty(shape[0]), np.empty(shape, np.int64), np.empty(shape, np.float32)
         ids.fill(-1)
         values.fill(-np.inf)
-        results = normalisers.ctypes.data, ids.ctypes.data, values.ctypes.data, shape[1], row_numbers.ctypes.data
+        results = _address(normalisers), _address(ids), _address(values), shape[1], row_numbers.ctypes.data
         self._launcher.run(logprob_kernel(), logits, shape[0], *results)
         return normalisers, ids, values
+
+
+def _address(own: npt.NDArray[Any]) -> int:
+    # Why so: a view by the array's own ``ctypes`` takes four times as long. The array is writable, and may be empty.
+    return addressof(_NO_BYTES.from_buffer(own))
 
 
 class _Launcher:
