@@ -80,12 +80,17 @@ def broken_off(name: str, act: Callable[[], None], raised: type[BaseException], 
     wanted = call(engine)
     with interrupted_at(0, lambda: None) as count:
         call(engine)
-    rng, last = random.Random(seed), count[0]
+    rng, last, num_broken = random.Random(seed), count[0], 0
     # Why its end too: there a call lets go of what it has asked for.
     for line in rng.sample(range(1, last + 1), num_lines) + rng.sample(range(last - 150, last + 1), num_lines // 3):
         neighbour = engine.add_request([1, 2, 3])
-        with pytest.raises(raised), interrupted_at(line, act):
-            call(engine)
+        try:
+            with interrupted_at(line, act) as count:
+                call(engine)
+            # Why not an error: a few of the last lines depend on how long steps took.
+            assert count[0] < line
+        except raised:
+            num_broken += 1
         assert check(snapshot(engine.scheduler)) == [], f"line {line}"
         engine.step()
         assert [*engine.requests] == [neighbour], f"line {line}"
@@ -95,6 +100,7 @@ def broken_off(name: str, act: Callable[[], None], raised: type[BaseException], 
         stats = engine.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_blocks_used) == (0, 0, 0), f"line {line}"
         assert call(engine) == wanted, f"line {line}"
+    assert num_broken >= num_lines
     engine.close()
 
 
