@@ -173,7 +173,7 @@ class LogprobReporter:
 
 def _address(own: npt.NDArray[Any]) -> int:
     # Why so: a view by the array's own ``ctypes`` takes four times as long. The array is writable, and may be empty.
-    return addressof(_NO_BYTES.from_buffer(own))
+    return addressof(_NO_BYTES.from_buffer(own.data))
 
 
 class _Launcher:
