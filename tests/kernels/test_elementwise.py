@@ -245,6 +245,14 @@ def test_rotary_embedding_refuses_rows_of_another_width() -> None:
         RotaryEmbedding(2, 1, 32, torch.float32)(torch.zeros(1, 96), torch.zeros(1), torch.zeros(1, 32))
 
 
+def test_rotary_embedding_refuses_positions_of_another_type() -> None:
+    """Narrower positions, which the kernel would read as rows beyond the table, are refused before it runs."""
+    qkv = torch.ones(2, 128)
+    with pytest.raises(InternalError, match=r"positions: torch\.int32, expected torch\.int64"):
+        RotaryEmbedding(2, 1, 32, torch.float32)(qkv, torch.zeros(2, dtype=torch.int32), torch.zeros(1, 32))
+    assert (qkv == 1).all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_do_not_depend_on_company_or_threads(dtype: torch.dtype) -> None:
     """A row has the same bits alone, among others, at another place, and on another number of threads."""

@@ -218,6 +218,9 @@ class RotaryEmbedding:
         """
         if qkv.shape[1] != self._row_size:
             raise InternalError(f"qkv rows have {qkv.shape[1]} elements, expected {self._row_size}")
+        # Safety: of narrower numbers the kernel would read two as one, and angles beyond the table.
+        if positions.dtype != torch.int64:
+            raise InternalError(f"positions: {positions.dtype}, expected torch.int64")
         num_rows = qkv.shape[0]
         at_once = tokens_at_once(num_rows, are_apart=destination is not None and destination.are_apart)
         self._parameters.fill(
