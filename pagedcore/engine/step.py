@@ -91,15 +91,14 @@ class StepRunner:
             raise MemoryError from error
 
     def _run_or_repeat(self) -> SchedulePlan:
-        if self._landed is not None:
-            plan, self._landed = self._landed, None
-            return plan
-        try:
-            with self._change():
-                plan = self._run()
-        except MemoryError:
-            with self._change():
-                plan = self._run()
+        plan, self._landed = self._landed, None
+        if plan is None:
+            try:
+                with self._change():
+                    plan = self._run()
+            except MemoryError:
+                with self._change():
+                    plan = self._run()
         self.tell()
         return plan
 
@@ -262,7 +261,7 @@ class StepRunner:
             self._transfers.settle(wait=self.is_stalled and not awaits_file)
             if self._adapters is not None and awaits_file:
                 self._adapters.settle(wait=True)
-        # Why first: from here on nothing undoes the step, whatever an observer raises.
+        # Why first: from here on nothing undoes the step.
         self.is_torn = False
         self._outputs.note_step()
         return plan

@@ -200,6 +200,25 @@ def test_a_launch_that_fails_costs_no_token(step: int) -> None:
     assert_all_free(engine)
 
 
+def test_a_call_that_fails_withholds_no_end() -> None:
+    """What a step has ended that was landed for such a call is told with the next step, which may be the last one."""
+    ended = list[Request]()
+
+    class Watching(EngineObserver):
+        def request_ended(self, request: Request) -> None:
+            ended.append(request)
+
+    engine = make_engine(ToyAhead())
+    engine.add_observer(Watching())
+    request = engine.add_request(PROMPTS[0], plain(1))
+    engine.step()
+    with pytest.raises(LookupError), engine.exclusive():
+        raise LookupError
+    assert request.is_done
+    run(engine)
+    assert ended == [request]
+
+
 class LosesDevice(ToyAhead):
     """Fails for good in a launch; later ones say less of it."""
 
