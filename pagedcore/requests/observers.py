@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pagedcore.sequence import Sequence
 
 News = deque[Callable[[], object]]
-"""What observers will be told, oldest first, once nothing is being changed."""
+"""What observers will be told, and calls that were put off, oldest first, once nothing is being changed."""
 
 
 class EngineObserver(StepObserver):
@@ -33,7 +33,7 @@ class EngineObserver(StepObserver):
         """Note a request whose turn has begun, with its sequences."""
 
     def request_ended(self, request: Request) -> None:
-        """Note a request of which nothing more comes: done, or removed before that."""
+        """Note a request of which nothing more comes: done, or removed; one that is done is told again when removed."""
 
     def step_ended(self) -> None:
         """Look at the engine between two steps."""

@@ -1,4 +1,4 @@
-"""Observers that use the engine from within its hooks: abort and remove requests, add some, step it, close sessions."""
+"""Random lives in which hooks use the engine; what each call does alone is in ``test_calls_from_hooks``."""
 
 from __future__ import annotations
 
@@ -106,30 +106,10 @@ def require_own(prompt: Prompt, max_tokens: int, output: RequestOutput) -> None:
 
 
 @pytest.mark.torture
-def test_an_engine_survives_observers_that_use_it(record_property: Callable[[str, object], None]) -> None:
-    """Whatever a hook does with the engine, the laws hold after each step, every request ends with its own tokens, no
-    call of a hook fails, and nothing is left."""
+async def test_every_reader_gets_an_end_whatever_observers_do(record_property: Callable[[str, object], None]) -> None:
+    """Whatever hooks do with the engine, several at once and within each other, the laws hold after each step, every
+    request ends with its own tokens, also one that is removed under its reader, no call fails, and nothing is left."""
     for seed in range(first_seed(), first_seed() + (number := scaled(12))):
-        rng, observer, engine = life(seed)
-        requests = [(engine.add_request(prompt, greedy(most)), prompt, most)
-                    for prompt, most in (some_request(rng) for _ in range(6))]
-        for _ in range(2000):
-            if not engine.has_pending_requests():
-                break
-            engine.step()
-        outputs = [(prompt, most, request.output()) for request, prompt, most in requests]
-        for prompt, most, output in [*outputs, *observer.added]:
-            require_own(prompt, most, output)
-        assert not observer.failures, (seed, observer.failures)
-        observer.engine = None
-        assert_all_free(engine)
-    record_property("seeds", number)
-
-
-@pytest.mark.torture
-async def test_every_reader_gets_an_end_whatever_observers_do() -> None:
-    """The same beside readers: their requests are ended and removed under them by hooks on the engine's thread."""
-    for seed in range(first_seed(), first_seed() + scaled(8)):
         rng, observer, inner = life(seed)
         requests = [some_request(rng) for _ in range(6)]
         async with AsyncEngine(inner) as engine:
@@ -142,3 +122,4 @@ async def test_every_reader_gets_an_end_whatever_observers_do() -> None:
             assert not observer.failures, (seed, observer.failures)
             await engine.call(lambda _, observer=observer: setattr(observer, "engine", None))
             await engine.call(assert_all_free)
+    record_property("seeds", number)
