@@ -117,7 +117,7 @@ class TableStack:
         if not known.any():
             return stacked, nothing, nothing
         stacked[:, :common] = self._stacked[sources, :common]
-        return stacked, np.where(known, self._changes[sources], -1), np.where(known, self._needed[sources], -1)
+        return stacked, np.where(known, self._changes[sources], -1), self._needed[sources]
 
 
 def stack_tables(tables: ListOf[Int32Array], needed: Int64Array) -> Int32Array:

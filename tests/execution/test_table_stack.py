@@ -48,6 +48,7 @@ def test_a_step_whose_rows_only_grow_costs_no_copy() -> None:
     before = stack.stack(tables, np.array([2, 3]))
     assert stack.stack(tables, np.array([2, 3])) is before
     assert stack.stack(tables, np.array([3, 3])) is before
+    assert stack.stack(tables, np.array([2, 3])).tolist() == [[4, 5, -1], [4, 5, 6]]
     assert before.tolist() == [[4, 5, 6], [4, 5, 6]]
 
 

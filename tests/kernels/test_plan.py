@@ -85,6 +85,18 @@ def test_what_was_checked_is_checked_once(column: int, kv_len: int, is_locked: b
         StepPlan(rows, 40, 16, before=before)
 
 
+def test_other_tables_are_checked_whole() -> None:
+    """Also where nobody may write to these or to those of the step before, and no row reads more."""
+    lengths = [(1, 40), (1, 20)]
+    rows = Rows(lengths, random_tables(lengths, 16, 40, 1), 16)
+    rows.block_tables.flags.writeable = False
+    before = StepPlan(rows, 40, 16)
+    rows.block_tables = np.full_like(rows.block_tables, 40)
+    rows.block_tables.flags.writeable = False
+    with pytest.raises(InternalError, match="row 0 names block 40 at index 0"):
+        StepPlan(rows, 40, 16, before=before)
+
+
 def test_rows_without_kv_need_no_table() -> None:
     """A step may have fewer tables than rows, if the last rows read nothing."""
     lengths = [(1, 40), (0, 0)]
