@@ -266,6 +266,7 @@ def test_what_is_called_within_a_change_may_abort_and_nothing_else(hook: str, ki
         assert "between two changes" in str(error)
     assert world.requests[0][0].was_aborted
     assert not world.requests[1][0].was_aborted
+    world.other.ask([5])
     world.require_nothing_left()
 
 
@@ -297,7 +298,7 @@ def test_another_thread_is_refused_while_an_observer_is_told() -> None:
 
     def ask() -> None:
         try:
-            engine.step()
+            engine.idle()
         except EngineInUse:
             refused.append(True)
 
