@@ -31,7 +31,7 @@ CLASSES = ("mma", "ldmatrix", "cp.async", "global loads", "global stores", "shar
 """``shuffles`` are all exchanges in a warp, ``barriers`` fences and the waits of cp.async too, ``integer`` addresses,
 comparisons and logic; ``other`` are moves, parameters, branches."""
 _FAMILIES = {
-    "mma": "mma", "ldmatrix": "ldmatrix", "stmatrix": "shared stores", "atom": "atomics", "red": "atomics",
+    "mma": "mma", "atom": "atomics", "red": "atomics",
     **dict.fromkeys(("shfl", "vote", "match", "redux", "activemask", "elect", "movmatrix"), "shuffles"),
     **dict.fromkeys(("bar", "barrier", "membar", "fence"), "barriers"),
     **dict.fromkeys(("mov", "cvta", "bra", "ret", "exit"), "other"),

@@ -103,33 +103,58 @@ def test_each_warp_of_the_grid_is_counted_by_class() -> None:
             {%f1,%f2,%f3,%f4}, {%r1,%r1,%r1,%r1}, {%r1,%r1}, {%f1,%f1,%f1,%f1};
         atom.shared.add.u32 %r5, [tile], 1;
     """
-    body = "mov.u32 %r9, tile; st.shared.u32 [%r9], 0;" + body
+    body = "mov.u32 %r9, tile; st.shared.v4.u32 [%r9], {%r9,%r9,%r9,%r9}; ld.global.u32 %r4, [%rd1];" + body
     # Why one block at a time too: the counts of a launch are sums over batches of blocks.
     for at_once in (64, 1):
-        work = counted(body, block=96, grid=2, blocks_at_once=at_once, check_races=False)
+        work = counted(body, np.zeros(1, np.uint32), block=96, grid=2, blocks_at_once=at_once, check_races=False)
         assert set(work) == set(CLASSES)
         warps = np.arange(6)
         assert work["float"].instructions.tolist() == warps.tolist()
         assert work["integer"].instructions.tolist() == (3 + 2 * warps + 1).tolist()
         for name in ("shuffles", "barriers", "mma", "atomics", "shared stores"):
             assert work[name].instructions.tolist() == [1] * 6, name
-        # Four moves, one of them the thread number; two branches a turn, the one that leaves, and ret.
-        assert work["other"].instructions.tolist() == (4 + 2 * warps + 1 + 1).tolist()
+        assert work["shared stores"].wavefronts.tolist() == [4] * 6
+        assert work["global loads"].sectors.tolist() == [1] * 6
+        # Four moves, one of them the thread number, and a parameter; two branches a turn, the one that leaves, and ret.
+        assert work["other"].instructions.tolist() == (5 + 2 * warps + 1 + 1).tolist()
 
 
-def test_a_warp_in_parts_is_counted_once_at_an_operation_of_all_of_it() -> None:
-    """Both sides of a branch count; the shuffle behind them, which waits for both, is one."""
-    body = """
+@pytest.mark.parametrize(("operation", "name", "wavefronts"), [
+    ("shfl.sync.bfly.b32 %r4, %r2, 1, 31, -1;", "shuffles", 0),
+    ("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r4,%r5,%r6,%r7}, [%r9];", "ldmatrix", 4),
+])
+def test_a_warp_in_parts_is_counted_once_at_an_operation_of_all_of_it(
+    operation: str, name: str, wavefronts: int
+) -> None:
+    """Both sides of a branch count; the operation behind them, where one side waits for the other, is one."""
+    body = f"""
+        mov.u32 %r9, tile; st.shared.v4.u32 [%r9], {{%r9,%r9,%r9,%r9}};
         setp.lt.u32 %p1, %r1, 7;
         @%p1 bra LOW;
         mul.lo.u32 %r2, %r1, 3;
-        bra JOIN;
+    JOIN: {operation}
+        ret;
     LOW: add.u32 %r2, %r1, 3;
-    JOIN: shfl.sync.bfly.b32 %r4, %r2, 1, 31, -1;
+        bra JOIN;
     """
-    work = counted(body)
-    assert work["shuffles"].instructions.tolist() == [1]
+    work = counted(body, check_races=False)
+    assert totals(work[name]) == (1, 128 * wavefronts, 0, wavefronts, 0)
     assert work["integer"].instructions.tolist() == [4]          # with the one of ``pointers``
+
+
+@pytest.mark.parametrize(("instruction", "name"), [
+    ("st.local.u32 [mine], %r1;", "local"), ("cvta.local.u64 %rd3, %rd3; st.u32 [%rd3], %r1;", "local"),
+    ("membar.gl;", "barriers"), ("activemask.b32 %r4;", "shuffles"), ("redux.sync.max.u32 %r4, %r1, -1;", "shuffles"),
+    ("match.any.sync.b32 %r4, %r1, -1;", "shuffles"), ("cvt.rni.s32.f32 %r4, %f1;", "float"),
+    ("cvt.rn.f32.s32 %f2, %r1;", "float"), ("cvt.rn.bf16x2.f32 %r4, %f1, %f1;", "float"), ("fma.rn.bf16x2 %r4, %r1, %r1, %r1;", "float"),
+    ("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r9], {%r9};", "shared stores"),
+])
+def test_classes_of_instructions(instruction: str, name: str) -> None:
+    """One more of an instruction is one more of its class."""
+    before = ".local .align 4 .b8 mine[4]; mov.u64 %rd3, mine; mov.f32 %f1, 0f3F800000; mov.u32 %r9, tile;"
+    work, least = counted(before + instruction), counted(before)
+    more = {one: totals(work[one])[0] - totals(least[one])[0] for one in CLASSES if one != "other"}
+    assert {one: count for one, count in more.items() if count} == {name: 1}
 
 
 def test_counting_is_of_its_launch_alone() -> None:
