@@ -310,6 +310,22 @@ def test_another_thread_is_refused_while_an_observer_is_told() -> None:
     assert request.take_new_tokens() == toy_answer([1], NUM_TOKENS)
 
 
+def test_an_engine_closes_whatever_observers_raise() -> None:
+    """They are told when everything has ended, and nothing that the first of them raises is left for a second close."""
+    class Raising(EngineObserver):
+        def request_ended(self, request: Request) -> None:
+            raise LookupError
+
+    engine = make_engine()
+    engine.add_observer(Raising())
+    requests = [engine.add_request(prompt, greedy()) for prompt in PROMPTS]
+    engine.step()
+    with pytest.raises(LookupError):
+        engine.close()
+    assert all(request.was_aborted for request in requests)
+    assert_all_free(engine)
+
+
 def test_an_observer_may_put_its_engine_to_sleep_and_take_weights() -> None:
     """At the end of a request, and when weights were taken; what it brings and what others have asked for is
     answered."""
