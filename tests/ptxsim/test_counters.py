@@ -146,7 +146,8 @@ def test_a_warp_in_parts_is_counted_once_at_an_operation_of_all_of_it(
     ("st.local.u32 [mine], %r1;", "local"), ("cvta.local.u64 %rd3, %rd3; st.u32 [%rd3], %r1;", "local"),
     ("membar.gl;", "barriers"), ("activemask.b32 %r4;", "shuffles"), ("redux.sync.max.u32 %r4, %r1, -1;", "shuffles"),
     ("match.any.sync.b32 %r4, %r1, -1;", "shuffles"), ("cvt.rni.s32.f32 %r4, %f1;", "float"),
-    ("cvt.rn.f32.s32 %f2, %r1;", "float"), ("cvt.rn.bf16x2.f32 %r4, %f1, %f1;", "float"), ("fma.rn.bf16x2 %r4, %r1, %r1, %r1;", "float"),
+    ("cvt.rn.f32.s32 %f2, %r1;", "float"), ("cvt.rn.bf16x2.f32 %r4, %f1, %f1;", "float"),
+    ("fma.rn.bf16x2 %r4, %r1, %r1, %r1;", "float"),
     ("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r9], {%r9};", "shared stores"),
 ])
 def test_classes_of_instructions(instruction: str, name: str) -> None:
