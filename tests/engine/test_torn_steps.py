@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -117,6 +118,22 @@ def test_a_step_of_a_model_with_windows_may_break_off_too(is_ahead: bool, monkey
     assert scenario.engine.stats().num_windows_evicted > 0
     explore(lose, Lost, 12, seed=11)
     explore(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, 12, seed=12)
+
+
+def test_a_change_may_break_off_at_every_line() -> None:
+    """The next call of the engine is taken, whatever the last one came to; also where its end did not come."""
+    engine, line, last = make_engine(check_invariants=False), 0, 0
+    while line <= last:
+        line += 1
+        with suppress(Lost), interrupted_at(line, lose) as count:
+            engine.add_request([1, 2, 3])
+        last = count[0]
+        engine.step()
+        for request in [*engine.requests]:
+            request.abort()
+            request.remove()
+    assert last > 200
+    assert_all_free(engine)
 
 
 def test_ctrl_c_comes_at_any_line() -> None:
