@@ -300,6 +300,13 @@ def test_a_scale_of_rows_that_is_none_is_refused(scale: torch.Tensor, tmp_path: 
         on_gpu(tmp_path, dtype="bfloat16")
 
 
+@pytest.mark.parametrize(("scales", "expected"), [((0.5, 2.0, 0.25), 2.0), ((0.5, 0.0, 0.25), 0.0)])
+def test_parts_of_a_product_share_the_largest_scale_of_rows(scales: tuple[float, ...], expected: float) -> None:
+    """Unless a part has none, where each row has its own."""
+    weight, scale = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(1, 16)
+    assert Float8Linear.joined([Float8Linear(weight, scale, None, one) for one in scales]).row_scale == expected
+
+
 def test_rows_by_torch_are_those_of_the_kernel() -> None:
     """Where no kernel is at hand, rows have the same scales; what is not finite spoils itself alone."""
     rows = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
