@@ -307,6 +307,16 @@ def test_parts_of_a_product_share_the_largest_scale_of_rows(scales: tuple[float,
     assert Float8Linear.joined([Float8Linear(weight, scale, None, one) for one in scales]).row_scale == expected
 
 
+@pytest.mark.parametrize("kind", ["channel", "fp8, dynamic"])
+def test_a_scale_that_the_configuration_does_not_speak_of_means_nothing(kind: str, tmp_path: Path) -> None:
+    """Where it says that rows have scales of their own, one that is in the files is not taken, whatever it is."""
+    write(tmp_path, kind)
+    change_tensors(tmp_path, {"model.layers.0.self_attn.q_proj.input_scale": torch.tensor(1e-30),
+                              "model.layers.0.mlp.up_proj.input_scale": torch.tensor(torch.nan)})
+    layers = [one for one in loaded(tmp_path).modules() if isinstance(one, Float8Linear)]
+    assert [one.row_scale for one in layers] == [0.0] * 7
+
+
 def test_rows_by_torch_are_those_of_the_kernel() -> None:
     """Where no kernel is at hand, rows have the same scales; what is not finite spoils itself alone."""
     rows = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)

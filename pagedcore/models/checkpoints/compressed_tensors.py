@@ -169,7 +169,10 @@ def _fp8(schemes: Sequence[Mapping[str, Any]], default_format: Any) -> FP8:
         read.add(fp8_of(_arguments(scheme["weights"], "weights")))
     if len(read) > 1:
         raise refusal(f"its layers follow {len(schemes)} schemes in config_groups, which differ")
-    return replace(read.pop(), quantizes_rows=all(_has_float8_rows(scheme) for scheme in schemes))
+    is_static = all(scheme["input_activations"].get("dynamic", False) is False for scheme in schemes
+                    if isinstance(scheme.get("input_activations"), Mapping))
+    return replace(read.pop(), quantizes_rows=all(_has_float8_rows(scheme) for scheme in schemes),
+                   has_row_scales=is_static)
 
 
 def _has_float8_rows(scheme: Mapping[str, Any]) -> bool:

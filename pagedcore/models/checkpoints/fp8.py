@@ -44,6 +44,8 @@ class FP8:
     """Whether linear layers are decoded when they are packed, not when the model is loaded."""
     quantizes_rows: bool = False
     """Whether the files say that rows are FP8 too, by a scale of their own or by one that the files have."""
+    has_row_scales: bool = False
+    """Whether the configuration says that they have one; otherwise those that are there mean nothing."""
     may_stay: bool = False
     """Whether there may be products of it where the model computes, so that layers are not decoded at once."""
     scheme: ClassVar[str] = "none"
@@ -70,8 +72,11 @@ class FP8:
             raise refusal(f"FP8 with experts in {experts!r}")
         if (kind := config.get("fmt") or "e4m3") not in ("e4m3", "float8_e4m3fn"):
             raise refusal(f"FP8 of the kind {kind!r}")
+        if (rows := config.get("activation_scheme") or "dynamic") not in ("dynamic", "static"):
+            raise refusal(f"FP8 with the activation_scheme {rows!r}")
         size = config.get("weight_block_size")
-        return cls("weight_scale_inv", (_ALL, _ALL) if size is None else block_of(size), quantizes_rows=True)
+        return cls("weight_scale_inv", (_ALL, _ALL) if size is None else block_of(size), quantizes_rows=True,
+                   has_row_scales=rows == "static")
 
     def weight(self, files: TensorFiles, name: str, shape: tuple[int, int], dtype: torch.dtype) -> StoredWeight | None:
         """Return the weight of a layer by its name, or ``None`` if the files hold it as numbers, or it is to be decoded
@@ -92,7 +97,7 @@ class FP8:
     def _row_scale(self, files: TensorFiles, name: str) -> float:
         """Return what the files have as the scale of all rows of a layer; 0.0: nothing."""
         found = next((one for last in _ROW_SCALES if (one := f"{name}.{last}") in files), None)
-        if found is None:
+        if found is None or not self.has_row_scales:
             return 0.0
         scale = files.scales(found, files.shape_of(found)).flatten().tolist()
         if len(scale) != 1 or not 1 / _MOST_OF_ROWS <= scale[0] <= _MOST_OF_ROWS:
