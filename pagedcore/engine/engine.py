@@ -643,7 +643,7 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
             self._withdraw(self.requests)
             self._has_stopped, self._steps.is_silent = True, False
             try:
-                self._steps.tell()
+                self._steps.tell_last()
             finally:
                 self.hooks.engine_stopped(self.components.info)
 

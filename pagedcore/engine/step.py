@@ -107,6 +107,17 @@ class StepRunner:
         while (news := self._outputs.news) and not self.is_silent:
             news.popleft()()
 
+    def tell_last(self) -> None:
+        """Tell all of it, whatever observers raise, because nothing comes after it; then raise the first error."""
+        errors: list[BaseException] = []
+        while self._outputs.news:
+            try:
+                self.tell()
+            except BaseException as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Keep other threads out; this one may come in again.

@@ -353,6 +353,30 @@ def test_an_observer_may_put_its_engine_to_sleep_and_take_weights() -> None:
         assert outputs == [*expected, expected[1]]
 
 
+def test_the_end_is_told_to_all_whatever_an_observer_raises() -> None:
+    """Each observer is told of each request that ``close`` ends, though the first one raises every time; its first
+    error comes out, and nothing is left."""
+    told = list[Request]()
+
+    class Raising(EngineObserver):
+        def request_ended(self, request: Request) -> None:
+            engine.add_request([1])
+
+    class Listening(EngineObserver):
+        def request_ended(self, request: Request) -> None:
+            told.append(request)
+
+    engine = make_engine()
+    requests = [engine.add_request(prompt, greedy()) for prompt in PROMPTS]
+    engine.step()
+    for one in (Raising(), Listening()):
+        engine.add_observer(one)
+    with pytest.raises(EngineClosed):
+        engine.close()
+    assert set(told) == {*requests}
+    assert_all_free(engine)
+
+
 WAITING: dict[str, Callable[[AsyncEngine], Any]] = {
     "result": lambda engine: engine.submit([7], greedy(2)).result(),
     "generate_sync": lambda engine: list(engine.generate_sync([7])),
