@@ -14,12 +14,11 @@ import torch
 from torch import nn
 
 from pagedcore.models.linears.stored_weight import StoredWeight, stored_weights
+from pagedcore_kernels import reference
 
 _MULTIPLE: Final = 16
 """Of which inputs and outputs have to be multiples."""
-_LARGEST: Final = 448.0
-_SMALLEST: Final = 2.0**-100
-"""A row whose magnitudes are below this is all zeros: the inverse of its scale would not be finite."""
+_LARGEST: Final = reference.LARGEST[torch.float8_e4m3fn]
 
 Quantize = Callable[[torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
 """``(rows, scale) -> codes, scales`` as of ``quantize_rows``."""
@@ -31,17 +30,13 @@ def quantize_rows(rows: torch.Tensor, scale: float = 0.0) -> tuple[torch.Tensor,
     A scale is a 448th of its row's largest magnitude, or the one that is given if it is not 0; numbers beyond 448 times
     that become 448. A row with an infinity or a NaN has the scale NaN. ``RowQuantizer`` does the same in one launch.
     """
+    if not scale:
+        codes, scales = reference.quantize_rows(rows, torch.float8_e4m3fn)
+        return codes, scales.unsqueeze(1)
     rows = rows.float()
-    largest = rows.abs().amax(1, keepdim=True)
-    if scale:
-        scales = torch.full_like(largest, scale)
-        factors = 1.0 / scales
-    else:
-        is_used = largest >= _SMALLEST
-        scales = torch.where(is_used, largest / _LARGEST, 0.0)
-        factors = torch.where(is_used, _LARGEST / largest, 0.0)
-    is_finite = largest < torch.inf
-    numbers = torch.where(is_finite, rows * factors, 0.0).clamp(-_LARGEST, _LARGEST)
+    is_finite = rows.isfinite().all(1, keepdim=True)
+    scales = torch.full_like(rows[:, :1], scale)
+    numbers = torch.where(is_finite, rows * (1.0 / scales), 0.0).clamp(-_LARGEST, _LARGEST)
     return numbers.to(torch.float8_e4m3fn), torch.where(is_finite, scales, torch.nan)
 
 
