@@ -155,7 +155,8 @@ while not pids:
         pass
 child = Path("/proc", pids[0])
 def has_begun():
-    return (child / "cmdline").read_text().split("\0")[1] == "-I" and "llguidance" in (child / "maps").read_text()
+    # A process that is about to become another program has no command line at all.
+    return "\0-I\0" in (child / "cmdline").read_text() and "llguidance" in (child / "maps").read_text()
 while sys.argv[1] != "at once" and not has_begun():
     time.sleep(0.005)
 sibling = os.fork() if sys.argv[1] in ("killed", "at once") else 1
