@@ -22,11 +22,11 @@ from pagedcore.errors import EngineClosed, EngineOverloaded, InvalidConfig, Prom
 from pagedcore.outputs import Usage
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
-from pagedcore.serving import engine_loop
+from pagedcore.serving import async_engine, engine_loop
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.commands import Commands
-from support.async_helpers import SlowBackend, broken_step, complete, params, wait_until
-from support.doubles import FlakyBackend, ToyBackend, raising, toy_answer
+from support.async_helpers import PausedBackend, SlowBackend, broken_step, complete, params, wait_until
+from support.doubles import FakeClock, FlakyBackend, GatedBackend, ToyBackend, raising, toy_answer
 from support.engine_builders import make_engine
 
 
@@ -37,29 +37,22 @@ def engine() -> Iterator[AsyncEngine]:
         yield engine
 
 
-async def test_a_reader_that_has_read_everything_asks_no_more_of_the_engine(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_reader_that_has_read_everything_asks_no_more_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only who leaves early has something to cancel; every command wakes the engine's thread."""
-    sent, put, abort = list[str](), Commands.put, Commands.abort
-
-    def note_put(commands: Commands, *command: Any) -> None:
-        sent.append("put")
-        put(commands, *command)
-
-    def note_abort(commands: Commands, sink: Any) -> None:
-        sent.append("abort")
-        abort(commands, sink)
-
-    monkeypatch.setattr(Commands, "put", note_put)
-    monkeypatch.setattr(Commands, "abort", note_abort)
-    for max_tokens, expected in ((3, ["put"]), (40, ["put", "abort"])):
+    backend, sent = PausedBackend(), list[str]()
+    backend.pause_after(1)
+    with AsyncEngine(make_engine(backend)) as engine:
+        commands = engine._commands
+        put, abort = commands.put, commands.abort
+        monkeypatch.setattr(commands, "put", lambda *command: (sent.append("put"), put(*command)))
+        monkeypatch.setattr(commands, "abort", lambda sink: (sent.append("abort"), abort(sink)))
+        async with aclosing(engine.generate([1, 2], params(40))) as deltas:
+            await anext(deltas)
+        assert sent == ["put", "abort"]
+        backend.gate.set()
         sent.clear()
-        async with aclosing(engine.generate([1, 2], params(max_tokens))) as deltas:
-            async for _ in deltas:
-                if len(expected) == 2:
-                    break
-        assert sent == expected
+        assert await complete(engine, [1, 2], 3) == toy_answer([1, 2], 3)
+        assert sent == ["put"]
 
 
 def thread_ids() -> set[int]:
@@ -78,9 +71,11 @@ def test_whoever_built_the_engine_keeps_no_helpers() -> None:
         before = thread_ids()
         _ = torch.ones(1 << 20).exp()
         torch.set_num_threads(1)
-        counts.append(len(thread_ids() - before))
+        helpers = thread_ids() - before
         with AsyncEngine(engine):
-            counts.append(len(thread_ids() - before))
+            # Why waited for: the system lists a thread that was joined until it is quite gone.
+            wait_until(lambda: not thread_ids() & helpers)
+            counts.extend((len(helpers), len(thread_ids() - before)))
 
     builder = threading.Thread(target=build)
     builder.start()
@@ -145,15 +140,17 @@ def test_several_loops_and_no_loop_at_once(engine: AsyncEngine) -> None:
 
 async def test_bad_input_and_overload_reach_the_caller() -> None:
     """A refusal is raised at the first iteration, with its type; the engine keeps running."""
-    with AsyncEngine(make_engine(SlowBackend(), max_num_waiting=1, max_num_seqs=1)) as engine:
+    backend = GatedBackend()
+    with AsyncEngine(make_engine(backend, max_num_waiting=1, max_num_seqs=1)) as engine:
         with pytest.raises(PromptEmpty):
             await complete(engine, [], 3)
         first = asyncio.create_task(complete(engine, [1], 30))
-        await asyncio.to_thread(wait_until, lambda: engine.stats().num_running == 1)
+        await asyncio.to_thread(backend.is_entered.wait, 60)
         second = asyncio.create_task(complete(engine, [2], 3))
-        await asyncio.to_thread(wait_until, lambda: engine.stats().num_waiting == 1)
+        await asyncio.sleep(0)
         with pytest.raises(EngineOverloaded):
             await complete(engine, [3], 3)
+        backend.gate.set()
         assert await first == toy_answer([1], 30)
         assert await second == toy_answer([2], 3)
 
@@ -182,8 +179,12 @@ class PatientBackend(ToyBackend):
         return super().forward(batch)
 
 
-async def test_readers_are_told_of_the_first_delta_and_the_last_whatever_the_interval() -> None:
+async def test_readers_are_told_of_the_first_delta_and_the_last_whatever_the_interval(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Between them deltas are joined, so that nothing is lost and no reader waits for the end."""
+    # Why: its interval never ends.
+    monkeypatch.setattr(async_engine, "MonotonicClock", FakeClock)
     backend, deltas = PatientBackend(), []
     with AsyncEngine(make_engine(backend, num_kv_blocks=64), stream_interval_s=1) as engine:
         async for delta in engine.generate([1], params(20)):
@@ -195,13 +196,23 @@ async def test_readers_are_told_of_the_first_delta_and_the_last_whatever_the_int
 
 def test_requests_that_come_together_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """An idle engine waits for a lull, so that a burst takes no more steps than one request."""
-    monkeypatch.setattr(engine_loop, "LULL_S", 0.5)
-    monkeypatch.setattr(engine_loop, "GATHER_S", 20.0)
+    monkeypatch.setattr(engine_loop, "LULL_S", lull_s := 30.0)
+    monkeypatch.setattr(engine_loop, "GATHER_S", 2 * lull_s)
+    is_lull, wait = threading.Event(), Commands.wait
+
+    def wait_for_lull(commands: Commands, timeout_s: float) -> Any:
+        # Why: how long nothing comes is the test's to say, not the machine's.
+        while (command := wait(commands, 0.01)) is None and timeout_s == lull_s and not is_lull.is_set():
+            pass
+        return command
+
+    monkeypatch.setattr(Commands, "wait", wait_for_lull)
     with AsyncEngine(make_engine(num_kv_blocks=64)) as engine:
         answers = []
         for token in range(4):
             answers.append(engine.submit([token], params(3)))
             time.sleep(0.02)
+        is_lull.set()
         assert [list(one.result(10).outputs[0].token_ids) for one in answers] == [toy_answer([t], 3) for t in range(4)]
         assert engine.stats().num_steps == 3
 
@@ -274,6 +285,7 @@ async def test_leaving_in_any_way_aborts_and_frees(leave: Callable[..., object],
         await leave(engine, after)  # type: ignore[misc]
         assert await neighbour == toy_answer([7], 30)
         await asyncio.to_thread(wait_until, lambda: is_idle(engine))
+        assert engine.stats().num_generated_tokens < 500
 
 
 def test_losing_a_blocking_generator_aborts_its_request() -> None:
@@ -284,6 +296,7 @@ def test_losing_a_blocking_generator_aborts_its_request() -> None:
         del deltas
         gc.collect()
         wait_until(lambda: is_idle(engine))
+        assert engine.stats().num_generated_tokens < 500
 
 
 async def test_a_failed_step_is_told_to_its_readers_and_the_engine_goes_on() -> None:
@@ -341,18 +354,27 @@ def test_a_reader_whose_loop_was_closed_hurts_nobody() -> None:
             loop.close()
             wait_until(lambda: engine.stats().num_running == 0)
             streams[1]._log_destroy_pending = False  # type: ignore[attr-defined]  # Why: it is what this is about
+        assert engine.stats().num_generated_tokens < 500
         assert engine.submit([2], params(3)).result(10).outputs[0].token_ids == tuple(toy_answer([2], 3))
 
 
 async def test_a_request_that_was_removed_behind_its_readers_back_hurts_nobody_else() -> None:
     """The remaining output is delivered without it, and the other reader gets its whole completion."""
-    inner = make_engine(SlowBackend(), num_kv_blocks=200)
-    async with (AsyncEngine(inner, stream_interval_s=0.02) as engine,
+    backend = PausedBackend()
+    # Why: by then the stream has output that is not due yet.
+    backend.pause_after(4)
+    inner = make_engine(backend, num_kv_blocks=200)
+    async with (AsyncEngine(inner, stream_interval_s=1) as engine,
                 aclosing(engine.generate([1], params(500))) as stream):
         await anext(stream)
         other = asyncio.ensure_future(complete(engine, [2], 20))
-        await asyncio.to_thread(wait_until, lambda: engine.stats().num_running == 2)
-        await engine.call(lambda inner: [(one.abort(), one.remove()) for one in list(inner.requests)[:1]])
+        # Why: the engine takes it in before it is asked for what follows.
+        await asyncio.sleep(0)
+        removing = asyncio.ensure_future(engine.call(
+            lambda inner: [(one.abort(), one.remove()) for one in list(inner.requests)[:1]]))
+        await asyncio.sleep(0)
+        backend.gate.set()
+        assert len(await removing) == 1
         assert await other == toy_answer([2], 20)
 
 

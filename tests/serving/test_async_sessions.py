@@ -15,38 +15,17 @@ import pytest
 from pagedcore.analysis.diagnosis.invariants import check, snapshot
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, InvalidRequest, InvalidSessionFile, PromptEmpty, SessionStateError
-from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
+from pagedcore.serving import async_engine
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.async_session import AsyncSession
 from pagedcore.sessions import kv_file
 from pagedcore.sessions.parking import ParkedFile
-from support.async_helpers import SlowBackend, wait_until
-from support.doubles import ToyBackend, toy_answer
+from support.async_helpers import PausedBackend, SlowBackend, wait_until
+from support.doubles import FakeClock, ToyBackend, toy_answer
 from support.engine_builders import make_engine
 
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
-
-
-class PausedBackend(ToyBackend):
-    """A toy whose forward waits for ``gate`` once it has run as often as ``pause_after`` said."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = threading.Event()
-        self._num_left = -1
-
-    def pause_after(self, num_forwards: int) -> None:
-        """Wait in the forward after this many more."""
-        self.gate.clear()
-        self._num_left = num_forwards
-
-    def forward(self, batch: RaggedRows) -> FloatArray:
-        """Compute, later if the gate is closed."""
-        if self._num_left == 0:
-            assert self.gate.wait(30)
-        self._num_left -= 1
-        return super().forward(batch)
 
 
 def make(backend: ToyBackend | None = None, **settings: Any) -> AsyncEngine:
@@ -201,11 +180,12 @@ async def test_cancelled_and_closed_while_a_file_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A caller that is cancelled while a file is written is parked in it nevertheless; a closed session keeps none."""
-    may_write = threading.Event()
+    are_writing, may_write = threading.Barrier(3), threading.Event()
     real = kv_file.write_kv
 
     def slow(*arguments: Any) -> None:
-        may_write.wait(30)
+        are_writing.wait(60)
+        may_write.wait(60)
         real(*arguments)
 
     monkeypatch.setattr("pagedcore.sessions.parking.write_kv", slow)
@@ -214,10 +194,11 @@ async def test_cancelled_and_closed_while_a_file_is_written(
         await ask(cancelled, 1, 2, 3)
         await ask(closed, 3, 2, 1)
         tasks = [asyncio.create_task(one.park("disk")) for one in (cancelled, closed)]
-        await asyncio.sleep(0.05)
+        await asyncio.to_thread(are_writing.wait, 60)
         tasks[0].cancel()
         closing = asyncio.create_task(closed.aclose())
-        await asyncio.sleep(0.05)
+        # Why: the engine closes the session before it takes the next turn.
+        await asyncio.sleep(0)
         assert await ask(engine.session(PARAMS), 7) == 0
         may_write.set()
         await asyncio.gather(*tasks, closing, return_exceptions=True)
@@ -287,7 +268,7 @@ def test_a_loop_ends_while_a_file_is_written(monkeypatch: pytest.MonkeyPatch, tm
     with make(disk_kv_dir=str(tmp_path)) as engine:
         session = engine.session(PARAMS)
         asyncio.run(main(session))
-        assert list(tmp_path.glob("*/*")) == []
+        wait_until(lambda: not list(tmp_path.glob("*/*")))
         asyncio.run(ask(session, 4))
 
 
@@ -389,8 +370,10 @@ async def test_going_on_with_a_cut_off_answer_tells_what_is_new() -> None:
         assert session.token_ids == (1, 2, 3, *toy_answer([1, 2, 3], 30))
 
 
-async def test_who_reads_a_session_that_somebody_closes_gets_what_there_was() -> None:
+async def test_who_reads_a_session_that_somebody_closes_gets_what_there_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that was generated until then, also what was not due yet."""
+    # Why: by it nothing is due before the end but the first token.
+    monkeypatch.setattr(async_engine, "MonotonicClock", FakeClock)
     async with AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=200), stream_interval_s=1) as engine:
         session = engine.session(SamplingParams(max_tokens=500, ignore_eos=True))
         delivered: list[int] = []

@@ -13,6 +13,7 @@ import pytest
 from pagedcore import AsyncEngine, Engine, SamplingParams
 from pagedcore.errors import EngineAsleep, EngineClosed, EngineOverloaded, InvalidRequest, QueueTimeout
 from pagedcore.models import new_weights
+from support.paused_steps import slowed
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
 PROMPT = [20, 30, 40]
@@ -74,7 +75,8 @@ def test_what_is_refused_is_not_waited_for(engine: AsyncEngine) -> None:
         await engine.sleep(running="abort")
         assert (await running).outputs[0].finish_reason == "abort"
 
-    asyncio.run(go())
+    with slowed(engine):
+        asyncio.run(go())
 
 
 def test_held_requests_have_their_limits(engine: AsyncEngine) -> None:
@@ -105,19 +107,20 @@ def test_what_is_cancelled_changes_nothing(
             await task
 
     async def go() -> None:
-        endless = engine.submit(PROMPT, SamplingParams(max_tokens=900, temperature=0, ignore_eos=True))
-        sleep = asyncio.create_task(engine.sleep(2))
-        await asyncio.sleep(0.02)
-        await cancel(sleep)
-        endless.cancel()
+        with slowed(engine):
+            endless = engine.submit(PROMPT, SamplingParams(max_tokens=900, temperature=0, ignore_eos=True))
+            sleep = asyncio.create_task(engine.sleep(2))
+            await asyncio.sleep(0.02)
+            await cancel(sleep)
+            endless.cancel()
         assert tokens(await engine.complete(PROMPT, PARAMS)) == expected
         assert engine.sleep_level == 0
         await engine.sleep(2)
         reads, goes_on = threading.Event(), threading.Event()
         with monkeypatch.context() as patch:
-            patch.setattr(new_weights, "require_same_form", lambda *_: (reads.set(), goes_on.wait(5)))
+            patch.setattr(new_weights, "require_same_form", lambda *_: (reads.set(), goes_on.wait(60)))
             wake = asyncio.create_task(engine.wake())
-            await asyncio.to_thread(reads.wait, 5)
+            await asyncio.to_thread(reads.wait, 60)
             await cancel(wake)
             assert engine.sleep_level == 2
             goes_on.set()

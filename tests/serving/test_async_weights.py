@@ -17,6 +17,9 @@ from pagedcore.demo_model import DEMO_MODEL_DIR
 from pagedcore.errors import EngineInUse, InvalidWeights
 from pagedcore.models import new_weights
 from pagedcore.outputs import WeightsVersion
+from pagedcore.plugins.hookspecs import hookimpl
+from pagedcore.requests.stats import StepStats
+from support.async_helpers import wait_until
 
 Tensors = dict[str, torch.Tensor]
 PARAMS = SamplingParams(max_tokens=48, temperature=0, ignore_eos=True)
@@ -66,8 +69,20 @@ def test_a_new_version_comes_while_64_streams_run(way: Any, engine: AsyncEngine,
                 await asyncio.sleep(0.001)
             if way == "in_place":
                 await new.load(weights)
+        is_changed.set()
         return await asyncio.gather(*streams)
 
+    class FromThenOn:
+        """Lets no step begin between the 200th token and the change before somebody asks for something."""
+
+        @hookimpl
+        def pagedcore_step(self, stats: StepStats) -> None:
+            nonlocal num_left
+            num_left -= stats.num_decode_tokens
+            wait_until(lambda: num_left > 0 or is_changed.is_set() or bool(engine._commands._queue._items))
+
+    num_left, is_changed = 200, threading.Event()
+    engine.observe(FromThenOn())
     results = asyncio.run(go())
     assert all(len(tokens) == len(versions) == 48 for tokens, versions in results)
     assert {one for _, versions in results for one in versions} == {START, engine.weights}
@@ -148,11 +163,22 @@ async def test_a_copy_whose_caller_has_left_is_given_back_when_its_thread_ends(
             with pytest.raises(EngineInUse):
                 await another
         may_go.set()
-        while budget.left_bytes < left:
-            await asyncio.sleep(0.001)
+        await claimed(engine)
+        engine._named.weights_holder.release()
+        assert budget.left_bytes == left
         assert engine.weights == START
         await swap(engine, weights)
         assert (budget.left_bytes, engine.weights == START) == (left, False)
+
+
+async def claimed(engine: AsyncEngine) -> None:
+    """Wait until another load may begin, and keep others from it."""
+    async with asyncio.timeout(60):
+        while True:
+            with suppress(EngineInUse):
+                engine._named.weights_holder.claim()
+                return
+            await asyncio.sleep(0.001)
 
 
 async def test_an_engine_closes_while_a_load_packs_that_nobody_awaits(
@@ -178,9 +204,4 @@ async def test_an_engine_closes_while_a_load_packs_that_nobody_awaits(
     with pytest.raises(EngineInUse):
         holder.claim()
     may_go.set()
-    async with asyncio.timeout(20):
-        while True:
-            await asyncio.sleep(0.001)
-            with suppress(EngineInUse):
-                holder.claim()
-                return
+    await claimed(engine)

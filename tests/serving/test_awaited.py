@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future
 
@@ -14,6 +16,7 @@ from pagedcore.errors import InvalidRequest, PromptEmpty, RequestAborted, Reques
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.stream import AwaitableFuture, awaitable
+from support.async_helpers import wait_until
 from support.doubles import GatedBackend, toy_answer
 from support.engine_builders import make_engine
 
@@ -105,17 +108,20 @@ async def test_a_request_is_aborted_wherever_it_is(engine: AsyncEngine, backend:
 
 def test_ctrl_c_in_a_wait_ends_the_request(engine: AsyncEngine, backend: GatedBackend) -> None:
     """The interrupt comes out of ``result``, and nothing runs on; a limit on the wait alone ends no request."""
-    future, asks = engine.submit([1], LONG), threading.Event()
+    future, main = engine.submit([1], LONG), threading.main_thread().ident or 0
     with pytest.raises(TimeoutError):
         future.result(0.01)
     assert not future.cancelled()
 
+    def is_waiting() -> bool:
+        callers = [frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames()[main])]
+        return AwaitableFuture.result.__code__ in callers and threading.Condition.wait.__code__ in callers
+
     def interrupt() -> None:
-        backend.is_entered.wait(30)
-        asks.wait(0.05)
+        # Why not earlier: the interrupt would end the tests.
+        wait_until(lambda: backend.is_entered.is_set() and is_waiting())
         signal.pthread_kill(main, signal.SIGINT)
 
-    main = threading.main_thread().ident or 0
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         future.result(60)

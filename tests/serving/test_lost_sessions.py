@@ -176,13 +176,16 @@ async def test_many_tasks_cancelled_on_a_real_thread(exported: Path) -> None:
         assert await serving.call(lambda engine: len(list(engine.requests))) == 0
 
 
-async def count_open(engine: AsyncEngine) -> int:
-    """Sessions that are open once all commands sent until now have run."""
-    for _ in range(3):
-        # Why: the engine thread refers to its latest command until it has another one.
-        await engine.call(lambda engine: None)
-        gc.collect()
-    return await engine.call(lambda engine: len(engine.sessions))
+async def require_open(engine: AsyncEngine, num_open: int) -> None:
+    """Wait until so many sessions are open.
+
+    Why not at once: the engine thread refers to its latest command until it has another one, and a thread that has read
+    or written a file to what it was asked for until it goes on.
+    """
+    async with asyncio.timeout(60):
+        while await engine.call(lambda engine: len(engine.sessions)) != num_open:
+            gc.collect()
+            await asyncio.sleep(0.001)
 
 
 async def test_a_lost_session_is_closed() -> None:
@@ -197,7 +200,7 @@ async def test_a_lost_session_is_closed() -> None:
             if number % 3 == 1:
                 session.me = session  # type: ignore[attr-defined]
         del session
-        assert await count_open(engine) == 0
+        await require_open(engine, 0)
         assert engine.stats().num_host_blocks_used == 0
         assert await engine.call(lambda engine: engine.sessions.parking.directory.files) == set()
         sessions = [engine.session(PARAMS) for _ in range(20)]
@@ -205,7 +208,7 @@ async def test_a_lost_session_is_closed() -> None:
         loser = threading.Thread(target=sessions.clear)
         loser.start()
         loser.join()
-        assert await count_open(engine) == 0
+        await require_open(engine, 0)
         stream = engine.session(PARAMS).stream([1, 2])
         assert [delta async for delta in stream][-1].finish_reason == "length"
         del stream
@@ -213,10 +216,10 @@ async def test_a_lost_session_is_closed() -> None:
         await session.ask([1, 2])
         fork = await session.fork()
         del session
-        assert await count_open(engine) == 1
+        await require_open(engine, 1)
         await fork.ask([3])
         await fork.aclose()
-        assert await count_open(engine) == 0
+        await require_open(engine, 0)
 
 
 async def test_a_closed_session_is_not_opened() -> None:
@@ -229,21 +232,18 @@ async def test_a_closed_session_is_not_opened() -> None:
         for one in (session, refused):
             with pytest.raises(SessionStateError, match="closed"):
                 await one.open()
-        assert await count_open(engine) == 0
+        await require_open(engine, 0)
 
 
 async def test_an_imported_session_does_not_keep_what_was_read(exported: Path) -> None:
     """The contents of the file, its KV among them, are freed once the session is open."""
     async with AsyncEngine(make_engine()) as engine:
         session = await engine.import_session(exported)
-        for _ in range(50):
-            gc.collect()
-            num_left = sum(type(one).__name__ == "SessionSnapshot" for one in gc.get_objects())
-            if num_left == 0:
-                break
-            # Why: the engine's thread has the command until it goes on to wait for the next one.
-            await asyncio.sleep(0.02)
-        assert num_left == 0
+        async with asyncio.timeout(60):
+            while any(type(one).__name__ == "SessionSnapshot" for one in gc.get_objects()):
+                # Why: the engine's thread has the command until it goes on to wait for the next one.
+                await asyncio.sleep(0.02)
+                gc.collect()
         await session.aclose()
 
 

@@ -20,7 +20,7 @@ from pagedcore.scheduler.waiting_queue import PolicyOrder
 from pagedcore.sequence import Sequence
 from pagedcore.serving.async_session import AsyncSession
 from pagedcore.serving.stream import StreamReader
-from support.async_helpers import SlowBackend
+from support.async_helpers import PausedBackend, SlowBackend
 from support.doubles import toy_answer
 from support.engine_builders import make_engine
 from support.sinks import num_sinks
@@ -30,9 +30,25 @@ ANSWER = toy_answer([1, 2, 3], 50)
 
 
 @pytest.fixture
-async def engine() -> AsyncIterator[AsyncEngine]:
-    async with AsyncEngine(make_engine(SlowBackend())) as engine:
+def backend() -> PausedBackend:
+    """It makes a few tokens of a completion, and the others when the test has asked for something."""
+    backend = PausedBackend()
+    backend.pause_after(3)
+    return backend
+
+
+@pytest.fixture
+async def engine(backend: PausedBackend) -> AsyncIterator[AsyncEngine]:
+    async with AsyncEngine(make_engine(backend)) as engine:
         yield engine
+
+
+async def call(engine: AsyncEngine, backend: PausedBackend, function: Callable[[Engine], None]) -> None:
+    """Have a function called before the fifth step, however late this is."""
+    calling = asyncio.ensure_future(engine.call(function))
+    await asyncio.sleep(0)
+    backend.gate.set()
+    await calling
 
 
 async def read(deltas: AsyncGenerator[Delta, None], seen: asyncio.Event) -> tuple[list[int], Delta]:
@@ -46,9 +62,7 @@ async def read(deltas: AsyncGenerator[Delta, None], seen: asyncio.Event) -> tupl
 
 async def begin(engine: AsyncEngine, session: AsyncSession, kind: str) -> asyncio.Future[Any]:
     if kind == "completion":
-        output = asyncio.wrap_future(engine.submit([1, 2, 3], PARAMS))
-        await asyncio.sleep(0.05)
-        return output
+        return asyncio.wrap_future(engine.submit([1, 2, 3], PARAMS))
     seen = asyncio.Event()
     deltas = engine.generate([1, 2, 3], PARAMS) if kind == "stream" else session.stream([1, 2, 3], PARAMS)
     reading = asyncio.create_task(read(deltas, seen))
@@ -95,12 +109,14 @@ def abort_and_raise(engine: Engine) -> None:
     *((kind, end) for kind in ("stream", "completion") for end in (abort, remove, abort_and_raise)),
     *(("turn", end) for end in (abort, close_sessions, abort_and_raise)),
 ])
-async def test_the_reader_gets_the_end(engine: AsyncEngine, kind: str, end: Callable[[Engine], None]) -> None:
+async def test_the_reader_gets_the_end(
+    engine: AsyncEngine, backend: PausedBackend, kind: str, end: Callable[[Engine], None]
+) -> None:
     """A caller's function may end any request, as an operator would by its id; its reader must not wait for ever."""
     before, session = num_sinks(), engine.session()
     reading = await begin(engine, session, kind)
     with suppress(ValueError):
-        await engine.call(end)
+        await call(engine, backend, end)
     tokens, reason = ended(await result_of(reading, engine))
     assert (reason, tokens) == ("abort", ANSWER[: len(tokens)])
     await session.aclose()
@@ -110,9 +126,9 @@ async def test_the_reader_gets_the_end(engine: AsyncEngine, kind: str, end: Call
 
 
 async def result_of(reading: asyncio.Future[Any], engine: AsyncEngine) -> Any:
-    """Return what was read; time is the limit: idle turns of the engine are quicker."""
+    """Return what was read; a reader who is not told waits for longer than this does."""
     await engine.call(lambda _: None)
-    return await asyncio.wait_for(reading, 3)
+    return await asyncio.wait_for(reading, 60)
 
 
 def ended(result: RequestOutput | tuple[list[int], Delta]) -> tuple[list[int], str | None]:
@@ -127,11 +143,13 @@ def ended(result: RequestOutput | tuple[list[int], Delta]) -> tuple[list[int], s
 @pytest.mark.parametrize(("kind", "run"), [
     ("stream", generate), ("completion", generate), ("turn", generate), ("stream", ask), ("stream", step),
 ])
-async def test_a_function_that_steps_the_engine(engine: AsyncEngine, kind: str, run: Callable[[Engine], None]) -> None:
+async def test_a_function_that_steps_the_engine(
+    engine: AsyncEngine, backend: PausedBackend, kind: str, run: Callable[[Engine], None]
+) -> None:
     """Steps of a caller's function end requests of others; their readers get the end, and what they generated."""
     session = engine.session()
     reading = await begin(engine, session, kind)
-    await engine.call(run)
+    await call(engine, backend, run)
     tokens, reason = ended(await result_of(reading, engine))
     assert reason == "length"
     # Why: what a function takes of a step's output itself, its readers do not get.
@@ -141,11 +159,9 @@ async def test_a_function_that_steps_the_engine(engine: AsyncEngine, kind: str, 
 
 
 async def require_gone(before: int) -> None:
-    for _ in range(200):
-        if num_sinks() <= before:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"{num_sinks() - before} sinks are kept")
+    async with asyncio.timeout(60):
+        while num_sinks() > before:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_request_that_an_observer_aborts() -> None:
@@ -183,11 +199,12 @@ async def test_a_turn_that_is_cancelled_before_the_engine_begins_it(is_open: boo
             reader = begun(begin)
             reader.close()
             gate.set()
+            is_begun.set()
             return reader
 
         engine.read_turn = read_turn  # type: ignore[method-assign]
-        reading = asyncio.create_task(session.ask([2, 3], PARAMS))
-        await asyncio.sleep(0.1)
+        reading, is_begun = asyncio.create_task(session.ask([2, 3], PARAMS)), asyncio.Event()
+        await is_begun.wait()
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
         del engine.read_turn, reading  # type: ignore[method-assign]
@@ -207,12 +224,13 @@ async def test_a_session_that_is_closed_before_the_engine_begins_its_turn() -> N
         await session.open()
 
         def read_turn(begin: Callable[[], Request]) -> StreamReader:
-            engine.send(lambda _: gate.wait(20))
+            engine.send(lambda _: gate.wait(60))
+            is_begun.set()
             return begun(begin)
 
         engine.read_turn = read_turn  # type: ignore[method-assign]
-        asking = asyncio.create_task(session.ask([2, 3], PARAMS))
-        await asyncio.sleep(0.1)
+        asking, is_begun = asyncio.create_task(session.ask([2, 3], PARAMS)), asyncio.Event()
+        await is_begun.wait()
         closing = asyncio.create_task(session.aclose())
         await asyncio.sleep(0)
         gate.set()

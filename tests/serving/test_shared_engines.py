@@ -19,6 +19,7 @@ from pagedcore.models import new_weights
 from support.changed_demo import changed_weights
 from support.doubles import FakeClock
 from support.engine_builders import make_engine
+from support.paused_steps import slowed
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPT = [20, 30, 40]
@@ -90,11 +91,16 @@ async def test_a_wake_that_waits_for_its_turn_is_left_if_nobody_waits_for_it(
     four: SharedEngines, expected: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No engine sleeps for it; one that has begun goes on without callers."""
-    may_read, read = threading.Event(), Wake.read
-    monkeypatch.setattr(Wake, "read", lambda wake: (may_read.wait(20), read(wake)))
+    is_reading, may_read, read = threading.Event(), threading.Event(), Wake.read
+    monkeypatch.setattr(Wake, "read", lambda wake: (is_reading.set(), may_read.wait(60), read(wake)))
     for name in ("a", "b"):
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ask(four, name), 0.1)
+        asking = asyncio.create_task(ask(four, name))
+        await asyncio.to_thread(is_reading.wait, 60)
+        while four._members[name].waking is None:
+            await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
     may_read.set()
     waking = [one.waking for one in four._members.values() if one.waking is not None]
     assert len(waking) == 2
@@ -132,13 +138,14 @@ async def test_one_that_is_put_to_sleep_in_use_is_woken_by_what_is_asked_of_it(
 
 async def test_what_works_does_not_sleep(four: SharedEngines, expected: tuple[int, ...]) -> None:
     """A request that nobody uses its engine for any more is not broken off, and another engine makes room."""
-    async with four.use("c") as engine:
-        running = engine.submit(PROMPT, SamplingParams(max_tokens=1500, ignore_eos=True))
-        await engine.call(lambda engine: None)
-    assert [await ask(four, name) for name in ("d", "a")] == [expected] * 2
-    assert awake(four) == {"a", "c"}
-    assert not running.done()
-    running.cancel()
+    with slowed(four.engines["c"]):
+        async with four.use("c") as engine:
+            running = engine.submit(PROMPT, SamplingParams(max_tokens=1500, ignore_eos=True))
+            await engine.call(lambda engine: None)
+        assert [await ask(four, name) for name in ("d", "a")] == [expected] * 2
+        assert awake(four) == {"a", "c"}
+        assert not running.done()
+        running.cancel()
 
 
 async def test_idle_ones_sleep_and_lookers_on_do_not_count(expected: tuple[int, ...]) -> None:
@@ -236,7 +243,7 @@ def left_since(before: set[threading.Thread]) -> list[threading.Thread]:
     """Return the threads that have come since and do not end; the one that watches an engine ends a little after it."""
     new = set(threading.enumerate()) - before
     for thread in new:
-        thread.join(5.0)
+        thread.join(60.0)
     return [thread for thread in new if thread.is_alive()]
 
 

@@ -17,7 +17,7 @@ from pagedcore.requests.request import Request
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.engine_loop import EngineLoop, StreamFlusher
 from pagedcore.serving.stream import CompletionFuture, wake
-from support.async_helpers import broken_step, complete, params, wait_until
+from support.async_helpers import broken_step, complete, is_told_to_end, params, wait_until
 from support.doubles import GatedBackend, toy_answer
 from support.engine_builders import make_engine
 
@@ -51,7 +51,7 @@ async def test_whatever_raises_everybody_is_told_and_later_calls_are_refused(
     for owner, name in WAYS_TO_BREAK[way]:
         monkeypatch.setattr(owner, name, fail)
     closing = asyncio.create_task(engine.aclose())
-    await asyncio.sleep(0.02)
+    await asyncio.to_thread(wait_until, lambda: is_told_to_end(engine))
     backend.gate.set()
     async with asyncio.timeout(20):
         ends = await asyncio.gather(*streams, *map(asyncio.wrap_future, futures), call, return_exceptions=True)

@@ -15,7 +15,8 @@ from pagedcore.outputs import RequestOutput
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.stream import CompletionFuture
-from support.doubles import FlakyBackend, GatedBackend, ToyBackend, toy_answer
+from support.async_helpers import SlowBackend, is_told_to_end, wait_until
+from support.doubles import FlakyBackend, GatedBackend, toy_answer
 from support.engine_builders import make_engine
 
 
@@ -105,7 +106,7 @@ def test_cancelling_aborts_running_waiting_and_held_requests() -> None:
 def test_a_failed_answer_is_an_output_with_its_error() -> None:
     """A step that fails does not break the future: the output says "error" and why."""
     with AsyncEngine(make_engine(FlakyBackend(raise_on_step=2))) as engine:
-        answer = engine.submit([1], params(5)).result(30).outputs[0]
+        answer = engine.submit([1], params(5)).result(60).outputs[0]
         assert answer.finish_reason == "error"
         assert answer.error is not None
 
@@ -115,8 +116,10 @@ def test_closing_settles_every_future() -> None:
     backend = GatedBackend()
     engine = AsyncEngine(make_engine(backend, max_num_seqs=1, max_num_waiting=1))
     futures = [engine.submit([value], params(15), wait_for_room=True) for value in range(5)]
+    assert backend.is_entered.wait(60)
     closing = threading.Thread(target=engine.close)
     closing.start()
+    wait_until(lambda: is_told_to_end(engine))
     backend.gate.set()
     closing.join()
     results = [future.exception(30) for future in futures]
@@ -163,18 +166,11 @@ READ_ALL = {
 
 def test_a_slow_reader_times_out_too() -> None:
     """Time is up even if something unread is always there."""
-    with AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=200)) as engine:
-        deltas = engine.generate_sync([1], params(700), timeout_s=0.1)
+    with AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=1100)) as engine:
+        # Why so many: the end has to be later than the latest reader.
+        deltas = engine.generate_sync([1], params(4000), timeout_s=0.1)
         with pytest.raises(RequestTimeout):
             _ = [time.sleep(0.03) for _ in deltas]
-
-
-class SlowBackend(ToyBackend):
-    """A toy whose forward takes a while."""
-
-    def forward(self, batch):  # type: ignore[no-untyped-def]
-        time.sleep(0.002)
-        return super().forward(batch)
 
 
 def test_a_generous_time_limit_changes_nothing(engine: AsyncEngine) -> None:

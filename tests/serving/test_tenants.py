@@ -18,6 +18,7 @@ from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.scheduler import policies
 from pagedcore.scheduler.policies import Policy
 from pagedcore_asyncgen import create
+from support.async_helpers import SlowBackend
 from support.doubles import VOCAB_SIZE, FlakyBackend
 from support.engine_builders import make_engine
 from support.tenants import (
@@ -123,30 +124,41 @@ def engine() -> Iterator[AsyncEngine]:
 LONG = SamplingParams(max_tokens=3000, ignore_eos=True)
 
 
-async def test_a_label_is_taken_within_its_salt_until_its_request_ends(engine: AsyncEngine) -> None:
+@pytest.fixture
+def slow() -> Iterator[AsyncEngine]:
+    """One whose long completions outlast a caller that a busy machine stops for seconds."""
+    with AsyncEngine(make_engine(SlowBackend(), num_kv_blocks=2500), stream_interval_s=0.0) as engine:
+        yield engine
+
+
+async def test_a_label_is_taken_within_its_salt_until_its_request_ends(slow: AsyncEngine) -> None:
     """The same label is refused to the same tenant, accepted from another and from one without salt, and free later."""
-    running = [engine.generate([1], LONG, cache_salt=salt, request_id="mine") for salt in ("a", "b", None)]
+    running = [slow.generate([1], LONG, cache_salt=salt, request_id="mine") for salt in ("a", "b", None)]
     for stream in running:
         await anext(stream)
     for salt in ("a", "b", None):
         with pytest.raises(InvalidRequest, match="request_id") as refused:
-            await asyncio.wrap_future(engine.submit([1], PARAMS, cache_salt=salt, request_id="mine"))
+            await asyncio.wrap_future(slow.submit([1], PARAMS, cache_salt=salt, request_id="mine"))
         assert "mine" not in str(refused.value)
         with pytest.raises(InvalidRequest, match="request_id"):
-            await anext(engine.generate([1], PARAMS, cache_salt=salt, request_id="mine"))
-    assert await wrap(engine, [1], PARAMS, "a")
+            await anext(slow.generate([1], PARAMS, cache_salt=salt, request_id="mine"))
+    assert await wrap(slow, [1], PARAMS, "a")
     for stream in running:
         await stream.aclose()
     for salt in ("a", "b", None):
-        output = await asyncio.wrap_future(engine.submit([1], PARAMS, cache_salt=salt, request_id="mine"))
+        output = await asyncio.wrap_future(slow.submit([1], PARAMS, cache_salt=salt, request_id="mine"))
         assert output.client_request_id == "mine"
+
+
+class SlowFlaky(SlowBackend, FlakyBackend):
+    """Slow, and fails once."""
 
 
 async def test_a_label_is_free_again_however_its_request_ends() -> None:
     """Refused, cancelled, failed, out of time, or left by its reader: only a live request keeps a label."""
-    backend = FlakyBackend(raise_on_step=3)
-    with AsyncEngine(make_engine(backend, max_num_seqs=1, max_num_waiting=1)) as engine:
-        endless = SamplingParams(max_tokens=40, ignore_eos=True)
+    with AsyncEngine(make_engine(SlowFlaky(raise_on_step=3), num_kv_blocks=800, max_num_seqs=1,
+                                 max_num_waiting=1)) as engine:
+        endless = LONG
         failed = await asyncio.wrap_future(engine.submit([1], PARAMS, request_id="a"))
         assert failed.outputs[0].finish_reason == "error"
         with pytest.raises(InvalidRequest):

@@ -19,6 +19,7 @@ import pytest
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import EngineClosed, EngineHung, InvalidConfig
 from pagedcore.outputs import Delta, RequestOutput
+from pagedcore.serving import async_engine, engine_loop
 from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.health import Progress, watch
 from pagedcore_kernels.cpu.runtime import compiled
@@ -51,6 +52,20 @@ def backend() -> Iterator[HangingBackend]:
     backend = HangingBackend()
     yield backend
     backend.go_on.set()
+
+
+@pytest.fixture
+def may_judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Watchdogs begin to count when this is set, however long a busy machine takes for what comes before."""
+    event = threading.Event()
+
+    def watch_later(*arguments: Any) -> None:
+        event.wait()
+        watch(*arguments)
+
+    monkeypatch.setattr(async_engine, "watch", watch_later)
+    yield event
+    event.set()
 
 
 def errors_of(calls: dict[str, Callable[[], Any]]) -> dict[str, Any]:
@@ -92,7 +107,7 @@ async def ask(engine: AsyncEngine) -> RequestOutput:
 
 
 async def test_a_hang_is_told_to_everybody_and_its_late_return_delivers_nothing(
-    backend: HangingBackend, monkeypatch: pytest.MonkeyPatch
+    backend: HangingBackend, may_judge: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Streams, futures, calls and sessions get EngineHung, those before the hang, those during it and those after it;
     nothing is freed under the forward, which may return: then the engine closes and what it computed is dropped."""
@@ -108,6 +123,7 @@ async def test_a_hang_is_told_to_everybody_and_its_late_return_delivers_nothing(
     await asyncio.to_thread(backend.is_entered.wait)
     future = engine.submit([1], params(5))
     future.add_done_callback(settled.append)
+    may_judge.set()
     found = await asyncio.to_thread(errors_of, calls_on(engine))
     assert found == dict.fromkeys(calls_on(engine), EngineHung)
     with pytest.raises(EngineHung, match=r"0\.3 seconds .* dead_after_s"):
@@ -128,7 +144,7 @@ async def test_a_hang_is_told_to_everybody_and_its_late_return_delivers_nothing(
     assert len(first.outputs[0].token_ids) == 3
 
 
-def test_a_stream_gets_what_came_before_the_hang_and_nothing_after_it() -> None:
+def test_a_stream_gets_what_came_before_the_hang_and_nothing_after_it(may_judge: threading.Event) -> None:
     """The deltas of steps that ended are read, then EngineHung is raised, also once the forward has returned."""
     class HangsLater(HangingBackend):
         def forward(self, batch):  # type: ignore[no-untyped-def]
@@ -142,6 +158,8 @@ def test_a_stream_gets_what_came_before_the_hang_and_nothing_after_it() -> None:
     try:
         for delta in reader:
             tokens += delta.token_ids
+            if len(tokens) == 3:
+                may_judge.set()
     except EngineHung as error:
         end = error
     assert (tokens, type(end)) == (toy_answer([1], 9)[:3], EngineHung)
@@ -198,11 +216,13 @@ def test_callbacks_of_a_hung_engine_may_close_it(backend: HangingBackend) -> Non
     assert done.wait(10)
 
 
-def test_an_idle_engine_is_not_given_up() -> None:
+def test_an_idle_engine_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """With nothing to do no step ends either."""
-    with AsyncEngine(make_engine(), dead_after_s=0.05) as engine:
-        time.sleep(0.3)
-        assert list(engine.submit([1], params(3)).result(10).outputs[0].token_ids) == toy_answer([1], 3)
+    # Why: it has something to do for a moment at each look around.
+    monkeypatch.setattr(engine_loop, "IDLE_CHECK_S", 600.0)
+    with AsyncEngine(make_engine()) as engine:
+        wait_until(lambda: engine._progress.is_idle)
+        assert ticks_until_given_up(engine._progress, *[lambda: None] * 50) is None
 
 
 def test_a_lost_engine_ends_its_watchdog() -> None:
@@ -290,11 +310,18 @@ def test_a_kernel_that_compiles_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 SCRIPT = """
-import json, sys, threading
+import json, os, signal, sys, threading
 from pagedcore import AsyncEngine
 from support.async_helpers import params
 from support.doubles import ToyBackend
 from support.engine_builders import make_engine
+
+
+class Stopped(ToyBackend):
+    def forward(self, batch):
+        if self.num_steps == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().forward(batch)
 
 
 class Hanging(ToyBackend):
@@ -316,12 +343,9 @@ def hanging(dead_after_s):
     return backend, engine, future
 
 
-backend, stopped, future = hanging(1.5)
-print("in a step", flush=True)
-sys.stdin.readline()
+stopped = AsyncEngine(make_engine(Stopped()), dead_after_s=1.5)
+tokens = len(stopped.submit([1], params(3)).result(60).outputs[0].token_ids)
 status = stopped.health(degraded_after_s=1000).status
-backend.go_on.set()
-tokens = len(future.result(30).outputs[0].token_ids)
 closed, left = hanging(0.3), hanging(0.3)
 closed[1].close()
 reader = threading.Thread(target=lambda: list(left[1].generate_sync([1], params(3))))
@@ -334,18 +358,19 @@ threading.excepthook = lambda error: print(json.dumps(
 
 @pytest.fixture(scope="module")
 def process() -> dict[str, Any]:
-    """A process that is stopped during a step for longer than ``dead_after_s``, then ends with engines that hang."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert child.stdin is not None
-    assert child.stdout is not None
-    assert child.stdout.readline() == "in a step\n"
-    child.send_signal(signal.SIGSTOP)
-    time.sleep(2.0)
-    child.send_signal(signal.SIGCONT)
-    output, errors = child.communicate("go\n", timeout=60)
+    """A process that is stopped during a step for longer than ``dead_after_s``, then ends with engines that hang.
+
+    It stops itself: asked from outside, a busy machine may make the step itself too long.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    ) as child:
+        # Why so: its end is left to be waited for.
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        time.sleep(2.0)
+        child.send_signal(signal.SIGCONT)
+        output, errors = child.communicate(timeout=120)
     return {"rc": child.returncode, "errors": errors, **json.loads(output)}
 
 

@@ -280,7 +280,7 @@ class GatedBackend(ToyBackend):
         self.is_entered, self.gate = threading.Event(), threading.Event()
 
     def forward(self, batch):  # type: ignore[no-untyped-def]
-        """Wait for the gate, at most half a minute."""
+        """Wait for the gate, at most a minute."""
         self.is_entered.set()
         assert self.gate.wait(30)
         return super().forward(batch)

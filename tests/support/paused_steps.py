@@ -1,4 +1,5 @@
-"""Stops an engine in the middle of its completions: for tests that a stream arrives while its tokens are generated.
+"""Stops an engine in the middle of its completions, or slows it down: for tests that a stream arrives while its tokens
+are generated, and for what callers do before a completion ends.
 
 The number of a stream's deltas is no promise, because a reader that is late gets several of them as one.
 """
@@ -49,3 +50,30 @@ def paused_after(engine: AsyncEngine, num_tokens: int) -> Iterator[Pause]:
     finally:
         pause.end()
     assert pause.was_ended, "nothing of the stream arrived before its last token was generated"
+
+
+class Brake:
+    """Lets each step take so much longer until it ``is_off``."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self.is_off = threading.Event()
+
+    @hookimpl
+    def pagedcore_step(self, stats: StepStats) -> None:
+        """Take longer."""
+        self.is_off.wait(self._seconds)
+
+
+@contextmanager
+def slowed(engine: AsyncEngine, seconds: float = 0.02) -> Iterator[None]:
+    """Let every step of an engine take longer within the block, so that what runs long outlasts a caller who is late.
+
+    With ``seconds=LIMIT_S`` no step ends before the block does.
+    """
+    brake = Brake(seconds)
+    engine.observe(brake)
+    try:
+        yield
+    finally:
+        brake.is_off.set()
