@@ -20,6 +20,7 @@ from pagedcore.plugins.hookspecs import hookimpl
 from pagedcore.requests.request import Request
 from pagedcore.sequence import SequenceStatus
 from pagedcore_langchain import PagedCoreLLM
+from support.async_helpers import is_told_to_end, wait_until
 from support.doubles import ToyBackend, toy_answer
 from support.sinks import num_sinks
 from support.torture import scaled
@@ -238,7 +239,7 @@ async def leave(visit: Visit, kind: str) -> None:
             visit.reads.set()
         case "close":
             closing = asyncio.ensure_future(visit.opened.engine.aclose())
-            await asyncio.sleep(0.01)
+            await asyncio.to_thread(wait_until, lambda: is_told_to_end(visit.opened.engine))
             backend: Any = visit.opened.inner._runner.backend
             backend.open()
             await closing
@@ -290,25 +291,21 @@ async def read_neighbour(opened: House, prompt: list[int]) -> list[int]:
 
 async def settle(num_tasks: int) -> None:
     """Wait until no more tasks are left than before; a task that was cancelled needs a few rounds of the loop."""
-    for _ in range(100):
-        if len(asyncio.all_tasks()) == num_tasks:
-            # Why: what the engine's thread has told the loop at last, futures and errors of sinks, is in its queue.
+    async with asyncio.timeout(60):
+        while len(asyncio.all_tasks()) != num_tasks:
             await asyncio.sleep(0.001)
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError(f"tasks are left: {asyncio.all_tasks()}")
+    # Why: what the engine's thread has told the loop at last, futures and errors of sinks, is in its queue.
+    await asyncio.sleep(0.001)
 
 
-async def num_sinks_left(before: int) -> int:
-    """How many more sinks there are than before, once the engine's threads and the loop are done with them.
+async def require_no_more_sinks(before: int) -> None:
+    """Wait until there are no more sinks than before: the engine's threads and the loop are done with them then.
 
     Those of an earlier test may end meanwhile.
     """
-    for _ in range(20):
-        if (num_left := num_sinks() - before) <= 0:
-            break
-        await asyncio.sleep(0.05)
-    return max(0, num_left)
+    async with asyncio.timeout(60):
+        while num_sinks() > before:
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize(("state", "third"), [
@@ -334,7 +331,7 @@ async def test_whoever_leaves_in_any_state_by_any_door_leaves_nothing(state: str
             assert opened.is_idle(), (state, door, kind)
             assert finished.reasons == REASONS.get(state, ["abort"]), (state, door, kind)
             finished.reasons.clear()
-        assert await num_sinks_left(before) == 0
+        await require_no_more_sinks(before)
 
 
 CLOSING = {"held": "/batch", "waiting": "submit", "prefilling": "/generate", "decoding": "/stream",
@@ -368,4 +365,4 @@ async def test_closing_the_engine_in_any_state_ends_every_call(state: str) -> No
             del visit, neighbours, neighbour
             assert not opened.engine.is_alive
             await settle(num_tasks)
-        assert await num_sinks_left(before) == 0
+        await require_no_more_sinks(before)

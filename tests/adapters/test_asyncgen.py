@@ -16,6 +16,7 @@ from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import RequestTimeout
 from pagedcore_asyncgen import AsyncTextGenerator, create
+from support.async_helpers import SlowBackend
 from support.doubles import ToyBackend, toy_answer
 from support.engine_builders import make_engine
 
@@ -231,12 +232,12 @@ class LoopClosed(Leaving):
 class TimedOut(Leaving):
     """The caller's patience ends."""
 
-    def start(self) -> None:
-        reading = asyncio.wait_for(self._read(self.generate([1], LONG)), timeout=0.05)
-        self.task = self.loop.create_task(reading)
-        self._tick()
+    async def _read(self, deltas: AsyncGenerator[Delta, None]) -> None:
+        async with asyncio.timeout(None) as self.limit:
+            await super()._read(deltas)
 
     def leave(self) -> None:
+        self.loop.call_soon(self.limit.reschedule, self.loop.time())
         with suppress(TimeoutError):
             self.loop.run_until_complete(self.task)
 
@@ -350,7 +351,7 @@ async def test_the_neighbours_of_a_leaver_do_not_notice() -> None:
             for _ in range(3):
                 await anext(deltas)
 
-    with make_async(max_num_waiting=64) as engine:
+    with make_async(SlowBackend(), max_num_waiting=64) as engine:
         generate = AsyncTextGenerator(engine)
         leavers = [asyncio.create_task(leave_half_way(generate, [i, 1])) for i in range(20)]
         whole = await asyncio.gather(*(generate.complete([i], params(20)) for i in range(20)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import socket
 import threading
@@ -17,6 +18,8 @@ from pagedcore_openai.bounded_server import BoundedServer
 from support.async_helpers import wait_until
 
 WHOLE_BYTES = 2**24
+PROGRESS_BYTES = 2**15
+"""As documented, of a response that waits for its reader."""
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 
 
@@ -59,11 +62,32 @@ class Bounded:
     def __init__(self, server: BoundedServer, address: tuple[str, int]) -> None:
         self.server = server
         self.address = address
+        self.num_admitted = 0
+        self._admit = server.connections.admit
+        server.connections.admit = self._count  # type: ignore[method-assign]
+
+    def _count(self, connection: Any) -> bool:
+        self.num_admitted += 1
+        return self._admit(connection)
 
     @property
     def num_open(self) -> int:
         """How many connections it has."""
         return self.server.connections.num_open
+
+    def end_times(self) -> int:
+        """End the time of idle connections, and that to read of those which wait for a client that has read since it
+        began; return how many those are.
+        """
+        connections: list[Any] = list(self.server.connections._open)
+        read = [one for one in connections
+                if one.flow.write_paused and one._num_unread - one._count_unread() >= PROGRESS_BYTES]
+        for one in read:
+            has_ended = threading.Event()
+            for act in (lambda: self.server.connections.expire(math.inf), one._require_progress, has_ended.set):
+                one.loop.call_soon_threadsafe(act)
+            assert has_ended.wait(60)
+        return len(read)
 
     def connect(self, data: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
         """Open a connection and send something."""

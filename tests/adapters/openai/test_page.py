@@ -86,10 +86,9 @@ async def num_observers(app: App) -> int:
 
 async def until_observers(app: App, number: int) -> None:
     """Look for so many observers of the engine's steps, which what was sent to the engine before has left."""
-    for _ in range(100):
-        if await num_observers(app) == number:
-            return
-    assert await num_observers(app) == number
+    async with asyncio.timeout(60):
+        while await num_observers(app) != number:
+            await asyncio.sleep(0.001)
 
 
 async def test_the_page_lets_nothing_foreign_in() -> None:
