@@ -54,8 +54,11 @@ async def quote(
 
 def _finish(make: Callable[[], Quote], made: Future[Quote], places: threading.BoundedSemaphore) -> None:
     try:
-        made.set_result(make())
+        try:
+            quoted = make()
+        finally:
+            # Why first: who has its quote may ask for the next one at once.
+            places.release()
+        made.set_result(quoted)
     except Exception as error:
         made.set_exception(error)
-    finally:
-        places.release()
