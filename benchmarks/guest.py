@@ -39,7 +39,8 @@ WORK = {"demo": (32, 96), "80m": (32, 32), "qwen05b": (1, 24), "qwen05b-32": (32
 MIXED = {"demo-ragged": "ragged", "80m-ragged": "ragged", "qwen05b-w1": "w1"}
 PROMPT_TOKENS = 48
 #: Ends with the benchmark even if that is killed (``PR_SET_PDEATHSIG`` of Linux), or it would take a core for ever.
-SPIN = "import ctypes; ctypes.CDLL(None).prctl(1, 9)\nwhile True: pass"
+#: Ends with the process of that number, also with one that has ended before it could ask for that.
+SPIN = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9)\nif os.getppid() == int(sys.argv[1]):\n while True: pass"
 
 
 class Worker:
@@ -149,7 +150,8 @@ def _counters() -> int:
 @contextmanager
 def neighbours(number: int, *, own_sessions: bool) -> Iterator[None]:
     """Keep so many processes spinning."""
-    started = [subprocess.Popen([sys.executable, "-c", SPIN], start_new_session=own_sessions) for _ in range(number)]
+    started = [subprocess.Popen([sys.executable, "-c", SPIN, str(os.getpid())], start_new_session=own_sessions)
+               for _ in range(number)]
     time.sleep(0.2)
     try:
         yield

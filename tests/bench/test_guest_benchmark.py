@@ -57,7 +57,7 @@ def test_neighbours_end_with_a_benchmark_that_is_killed() -> None:
         spinning = psutil.Process(benchmark.pid).children()
         assert len(spinning) == 2
         benchmark.kill()
-        assert not psutil.wait_procs(spinning, timeout=10)[1]
+        assert not psutil.wait_procs(spinning, timeout=60)[1]
 
 
 @pytest.mark.parametrize(("command", "expected"), [
