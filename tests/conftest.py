@@ -1,5 +1,5 @@
 """One compute thread for all tests and what they start, unless the caller says otherwise; quick garbage collections and
-compilers; interrupts that arrive.
+compilers; interrupts that arrive; no limit for the time of an example.
 
 Tiny models gain nothing from threads, and processes side by side whose threads wait for each other lose much to them.
 """
@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from support.apart import Apart
 
@@ -23,6 +24,10 @@ os.environ.setdefault("NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING", "1")
 # Why: a shell starts its background jobs with SIGINT ignored, and Python leaves it so; tests interrupt themselves.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Why: how long an example takes depends on what else runs here; one that hangs meets the limit of every test.
+settings.register_profile("busy machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machines")
 
 # Why: compiling a kernel makes very many objects and no garbage; looking for some took a seventh of its time.
 gc.set_threshold(100_000, 20, 100)

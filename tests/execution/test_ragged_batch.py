@@ -76,7 +76,7 @@ row_shapes = st.integers(1, 40).flatmap(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(row_shapes, min_size=1, max_size=9), st.sampled_from([1, 3, 4, 16]), st.sampled_from([None, 20]))
 def test_batch_follows_the_definition(
     shapes: list[tuple[int, int, int]], block_size: int, num_short_tokens: int | None

@@ -104,7 +104,7 @@ def batches(draw: st.DrawFn) -> tuple[list[tuple[int, int]], dict[str, Any], int
     return lengths, options, draw(st.integers(0, 1000))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(batches())
 def test_any_batch_agrees_with_float64(case: tuple[list[tuple[int, int]], dict[str, Any], int]) -> None:
     """Any mix of rows, empty ones included, under any combination of options is right."""
@@ -200,7 +200,7 @@ def test_rows_of_nothing_are_zeros_in_int8() -> None:
     torch.testing.assert_close(output[19], mean.expand(3, -1))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**6), st.sampled_from([1e-28, 1e-6, 1.0, 1e4, 1e36]), st.sampled_from(SHAPES[5:7]))
 def test_int8_pools_hold_the_nearest_multiple_of_a_127th(seed: int, size: float, shape: Shape) -> None:
     """What is stored of a row is at most half a scale away, the largest is kept to its last bits, and so are signs."""

@@ -25,7 +25,7 @@ INT8_LAYOUTS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LAYOUTS | INT8_LAYOUTS)
 def test_ranges_are_disjoint_ordered_and_inside_the_block(layout: BlockLayout) -> None:
     """K and V of all layers follow each other on cache lines without overlap and end inside the block."""
@@ -42,7 +42,7 @@ def test_ranges_are_disjoint_ordered_and_inside_the_block(layout: BlockLayout) -
     assert 0 <= layout.block_bytes - end < ALIGNMENT
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LAYOUTS)
 def test_views_reach_every_element_once(layout: KVLayout) -> None:
     """Counting up through the views of all layers and blocks marks as many different bytes as there are elements."""
@@ -61,7 +61,7 @@ def test_views_reach_every_element_once(layout: KVLayout) -> None:
     assert int((ones == 0).sum()) == ones.numel() - elements
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(INT8_LAYOUTS)
 def test_int8_views_and_scales_reach_every_byte_once(layout: ScaledKVLayout) -> None:
     """Filling elements and scales of all layers and blocks sets as many different bytes as they have."""

@@ -82,7 +82,7 @@ def test_products(dtype: torch.dtype, shape: tuple[int, int], form: int) -> None
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_rows_of_any_numbers(data: st.DataObject) -> None:
     """Rows of any finite numbers: ties, zeros of both signs, denormals, numbers near the ends of the range."""
     width = data.draw(st.sampled_from([16, 32, 80]))

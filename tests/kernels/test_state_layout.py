@@ -24,7 +24,7 @@ LAYOUTS = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LAYOUTS)
 def test_parts_are_disjoint_ordered_and_inside_the_state(layout: StateLayout) -> None:
     """Parts of all layers follow each other on cache lines without overlap and end inside the state."""
@@ -38,7 +38,7 @@ def test_parts_are_disjoint_ordered_and_inside_the_state(layout: StateLayout) ->
     assert 0 <= layout.state_bytes - end < ALIGNMENT
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(LAYOUTS)
 def test_views_reach_every_element_once(layout: StateLayout) -> None:
     """Counting up the bytes of the views of all parts marks as many different bytes as they have."""

@@ -83,7 +83,7 @@ def prompt(rng: random.Random, num_tokens: int) -> list[int]:
 # Starvation ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.sampled_from([None, 1.0]))
 def test_ageing_bounds_how_long_a_request_is_overtaken(seed: int, gap: float | None) -> None:
     """With ageing a request of priority p is overtaken, before its start or after, only by requests of priority q that

@@ -122,7 +122,7 @@ def test_what_was_never_seen_stays_as_guessed() -> None:
     assert model.predict(0, 8, 4000) == pytest.approx(TRUTH.seconds(0, 8, 4000), rel=0.02)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(COUNT, COUNT, COUNT, st.floats(allow_nan=True)), max_size=40), COUNT, COUNT, COUNT)
 def test_no_prediction_is_negative(
     steps: list[tuple[int, int, int, float]], prefill: int, rows: int, kv: int

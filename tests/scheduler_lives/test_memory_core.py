@@ -234,9 +234,9 @@ class BlockPoolModel(RuleBasedStateMachine):
 
 
 TestMemoryCore = MemoryCore.TestCase
-TestMemoryCore.settings = settings(max_examples=100, stateful_step_count=40, deadline=None, print_blob=True)
+TestMemoryCore.settings = settings(max_examples=100, stateful_step_count=40, print_blob=True)
 TestMemoryCore.__doc__ = "For any calls in any order the laws hold after every call, and no completion changes."
 
 TestBlockPool = BlockPoolModel.TestCase
-TestBlockPool.settings = settings(max_examples=50, stateful_step_count=50, deadline=None, print_blob=True)
+TestBlockPool.settings = settings(max_examples=50, stateful_step_count=50, print_blob=True)
 TestBlockPool.__doc__ = "The pool agrees with a dictionary after every call."

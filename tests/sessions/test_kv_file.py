@@ -60,7 +60,7 @@ def test_only_blocks_of_the_very_tokens_are_used(path: Path, other: KVSpec, num_
 
 
 @given(place=st.integers(0, 10_000), bit=st.integers(0, 7), cut=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_damage_is_never_read(tmp_path_factory: pytest.TempPathFactory, place: int, bit: int, cut: bool) -> None:
     """Whatever byte is flipped, or wherever the file ends, the blocks that are read are the leading ones, unharmed."""
     path = tmp_path_factory.getbasetemp() / "damaged.kv"

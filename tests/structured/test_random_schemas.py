@@ -57,7 +57,7 @@ def grammars() -> Grammars:
 
 
 @pytest.mark.torture
-@settings(max_examples=scaled(12), deadline=None)
+@settings(max_examples=scaled(12))
 @given(schema=st.recursive(leaves, containers, max_leaves=6), seed=st.integers(0, 2**32 - 1))
 def test_every_completion_of_a_random_schema_is_valid(grammars: Grammars, schema: Any, seed: int) -> None:
     """Tokens that are allowed lead to an end, and what ends is accepted by the other library."""
@@ -74,7 +74,7 @@ def test_every_completion_of_a_random_schema_is_valid(grammars: Grammars, schema
 
 
 @pytest.mark.torture
-@settings(max_examples=scaled(15), deadline=None)
+@settings(max_examples=scaled(15))
 @given(text=st.text(max_size=40), kind=st.sampled_from(["regex", "lark", "ebnf", "json_schema"]))
 def test_random_text_is_a_grammar_or_refused(grammars: Grammars, text: str, kind: str) -> None:
     """No text makes anything but a grammar or an ``InvalidGrammar``, which stays short and on one line."""

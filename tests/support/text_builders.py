@@ -8,15 +8,11 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from pagedcore.protocols import Detokenizer
-
-#: For every property: a busy machine is no reason to fail.
-law = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog",

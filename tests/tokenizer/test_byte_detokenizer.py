@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pagedcore.tokenizer.byte_detokenizer import ByteLevelDetokenizer, byte_table, token_bytes
-from support.text_builders import byte_answers, chunked, common_prefix, futures, law, make_fast, push_all
+from support.text_builders import byte_answers, chunked, common_prefix, futures, make_fast, push_all
 
 
 def as_text(data: bytes) -> str:
@@ -22,7 +22,6 @@ def byte_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-@law
 @given(byte_answers(), st.data())
 def test_pushed_text_is_the_one_shot_decoding_however_it_is_split(answer, data) -> None:
     """Any splitting into tokens and any chunking of pushes gives the one-shot decoding, and never retreats."""
@@ -31,7 +30,6 @@ def test_pushed_text_is_the_one_shot_decoding_however_it_is_split(answer, data) 
     assert push_all(ByteLevelDetokenizer(table), chunks, lambda ids: as_text(whole)) == as_text(whole)
 
 
-@law
 @given(byte_answers())
 def test_exactly_what_every_continuation_keeps_is_returned(answer) -> None:
     """After each token the returned text is the longest that all continuations share: no more and no less."""

@@ -8,7 +8,7 @@ from pagedcore.errors import InvalidStop
 from pagedcore.tokenizer.byte_detokenizer import ByteLevelDetokenizer
 from pagedcore.tokenizer.incremental_text import IncrementalText, TextDelta
 from pagedcore.tokenizer.tokenizer import HFTokenizer
-from support.text_builders import byte_answers, chunked, cut_at_stop, law, make_fast
+from support.text_builders import byte_answers, chunked, cut_at_stop, make_fast
 
 
 def stream(table: dict[int, bytes], stop: tuple[str, ...] = (), min_tokens: int = 0) -> IncrementalText:
@@ -34,7 +34,6 @@ def stops_within(text: str) -> st.SearchStrategy[tuple[str, ...]]:
     return st.lists(words, min_size=1, max_size=3).map(tuple)
 
 
-@law
 @given(byte_answers(), st.data())
 def test_the_text_is_the_one_shot_decoding_up_to_the_first_stop_string(answer, data) -> None:
     """Stop strings across tokens and across the bytes of a character end the text where the naive search does."""
@@ -44,7 +43,6 @@ def test_the_text_is_the_one_shot_decoding_up_to_the_first_stop_string(answer, d
     assert run(stream(table, stop), data.draw(chunked(token_ids))) == cut_at_stop(text, stop)
 
 
-@law
 @given(byte_answers(), st.data())
 def test_min_tokens_exempts_the_text_of_the_first_tokens(answer, data) -> None:
     """What the first tokens make certain goes out unmatched; matching starts afresh behind it."""

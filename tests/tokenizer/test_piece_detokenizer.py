@@ -7,7 +7,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from pagedcore.errors import InternalError
 from pagedcore.tokenizer.piece_detokenizer import PieceDetokenizer, PieceTable, byte_of_token
-from support.text_builders import chunked, common_prefix, futures, law, make_fast, push_all
+from support.text_builders import chunked, common_prefix, futures, make_fast, push_all
 
 KINDS = ("byte_fallback", "byte_fallback_unstripped", "word_piece", "unigram", "no_decoder")
 
@@ -44,7 +44,6 @@ def answers(kind: str) -> st.SearchStrategy[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@law
 @given(data=st.data())
 def test_pushed_text_is_the_one_shot_decoding(kind, data) -> None:
     """Any answer in any chunks gives the tokenizer's own one-shot decoding, and never retreats."""
@@ -55,7 +54,6 @@ def test_pushed_text_is_the_one_shot_decoding(kind, data) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte_fallback", "byte_fallback_unstripped"])
-@law
 @given(data=st.data())
 def test_exactly_what_every_continuation_keeps_is_returned(kind, data) -> None:
     """After each token the returned text is the longest that all continuations by bytes share."""

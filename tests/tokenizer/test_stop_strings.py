@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pagedcore.errors import InvalidStop
 from pagedcore.tokenizer.incremental_text import StopMatcher
-from support.text_builders import common_prefix, cut_at_stop, futures, law
+from support.text_builders import common_prefix, cut_at_stop, futures
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4)
 TEXTS = st.lists(st.text("abc", max_size=4), max_size=6)
@@ -19,7 +19,6 @@ def run(stop, pieces) -> tuple[str, bool]:
     return text + matcher.finish(), is_stopped
 
 
-@law
 @given(STOPS, TEXTS)
 @example(["abab", "ba"], ["aba", "b"])
 @example(["aab", "ab"], ["a", "a", "a", "b"])
@@ -28,7 +27,6 @@ def test_matches_are_those_of_the_naive_definition(stop, pieces) -> None:
     assert run(stop, pieces) == cut_at_stop("".join(pieces), stop)
 
 
-@law
 @given(STOPS, st.text("abc", max_size=6))
 @example(["abcd", "bc"], "a")
 @example(["abcab", "b"], "a")
@@ -41,7 +39,6 @@ def test_exactly_what_every_continuation_keeps_is_returned(stop, text) -> None:
         assert returned == common_prefix(outcomes)
 
 
-@law
 @given(STOPS, TEXTS)
 def test_no_more_than_a_live_partial_match_is_held_back(stop, pieces) -> None:
     """What is held is always a proper prefix of a stop string, however much text there was."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pagedcore.errors import InternalError
 from pagedcore.tokenizer.stream_detokenizer import StreamDetokenizer, decode_at_end, decode_stream, decode_window
-from support.text_builders import chunked, law, make_fast, push_all
+from support.text_builders import chunked, make_fast, push_all
 
 
 def decoder(kind: str):
@@ -28,7 +28,7 @@ def both(kind: str) -> list[StreamDetokenizer]:
     return [library(kind), window(decoder(kind))]
 
 
-@settings(law, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_pushed_text_is_the_one_shot_decoding_for_word_suffixes(data) -> None:
     """A decoder whose last token depends on the next gives its one-shot decoding, in any chunks and at any length."""
@@ -40,7 +40,7 @@ def test_pushed_text_is_the_one_shot_decoding_for_word_suffixes(data) -> None:
         assert push_all(detokenizer, chunks, decode) == decode(completion)
 
 
-@settings(law, max_examples=40)
+@settings(max_examples=40)
 @given(st.data())
 def test_the_window_in_python_returns_what_the_library_returns(data) -> None:
     """After every token of a byte-level vocabulary, broken characters included, both have returned the same."""

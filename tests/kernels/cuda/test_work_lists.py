@@ -42,7 +42,7 @@ def covered(plan: StepPlan, visibility: Visibility, lists: WorkLists) -> dict[tu
     return found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     lengths=st.lists(LENGTHS, min_size=1, max_size=12), group=st.integers(1, 20), window=st.sampled_from([0, 1, 700]),
     chunk=st.sampled_from([0, 600]), num_ctas=st.sampled_from([1, 8, 264]), kv_heads=st.sampled_from([1, 8]),
@@ -63,7 +63,7 @@ def test_every_row_meets_every_key_once(
             assert len(segments) == len(set(segments))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=st.lists(LENGTHS, min_size=1, max_size=12), group=st.integers(1, 8), num_ctas=st.sampled_from([8, 264]))
 def test_partial_results_do_not_meet(lengths: list[tuple[int, int]], group: int, num_ctas: int) -> None:
     """Every partial result has a slot of its own, in the order of the segments, and every slot is used."""
@@ -86,7 +86,7 @@ def test_partial_results_do_not_meet(lengths: list[tuple[int, int]], group: int,
     assert sorted(used) == list(range(lists.num_partials))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=st.lists(st.tuples(st.just(1), st.integers(0, 60000)), min_size=1, max_size=40))
 def test_decode_work_is_spread(lengths: list[tuple[int, int]]) -> None:
     """No decode item is longer than an even share of all segments, rounded up; the longest come first."""

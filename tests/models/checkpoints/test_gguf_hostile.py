@@ -113,7 +113,7 @@ def test_other_versions_are_refused(version: int, tmp_path: Path) -> None:
         read(head(0, 0, version) + ROOM, tmp_path / "x.gguf")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_no_change_of_bytes_ends_in_another_error(
     sound: bytes, tmp_path_factory: pytest.TempPathFactory, data: Any
