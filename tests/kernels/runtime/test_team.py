@@ -27,7 +27,7 @@ from support.apart import Apart
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of threads")
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not become true"
@@ -38,7 +38,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
 def team(request: pytest.FixtureRequest) -> Iterator[Team]:
     one = Team(has_futex=request.param)
     yield one
-    assert one.close()
+    assert one.close(timeout_s=60)
 
 
 class Held:
@@ -102,7 +102,7 @@ def test_a_helper_that_holds_work_is_waited_for(team: Team) -> None:
     held.caller.join(timeout=0.05)
     assert held.caller.is_alive()
     held.release()
-    held.caller.join(timeout=20)
+    held.caller.join(timeout=60)
     assert not held.caller.is_alive()
     assert held.words[0] == 2
     assert team.counters().num_joins == 1
@@ -115,7 +115,7 @@ def test_a_helper_that_is_late_is_not_waited_for(team: Team) -> None:
     assert all(count(team, 2, 1) for _ in range(100))
     assert held.caller.is_alive()
     held.release()
-    held.caller.join(timeout=20)
+    held.caller.join(timeout=60)
 
 
 def test_a_slot_in_use_serves_nobody_else(team: Team) -> None:
@@ -126,7 +126,7 @@ def test_a_slot_in_use_serves_nobody_else(team: Team) -> None:
     assert count(team, 1, 1)
     assert team.counters().num_runs == runs
     held.release()
-    held.caller.join(timeout=20)
+    held.caller.join(timeout=60)
 
 
 def test_callers_at_once_get_right_results(team: Team) -> None:
@@ -156,24 +156,25 @@ def test_helpers_sleep_when_there_is_nothing_to_do(team: Team) -> None:
 def test_a_helper_spins_for_longer_when_the_next_run_comes_soon_after_it_fell_asleep(team: Team) -> None:
     """Pauses a little longer than the bound lengthen it until the helper stays awake through them."""
     count(team, 1, 1)
+    wait_until(lambda: num_asleep(team) == 1)
     team._words[(at.HELPERS + at.SPIN_NS) // 8] = team_waiting.LEAST_SPIN_NS
-    deadline_s = time.monotonic() + 20
     while team.counters().spin_ns < 5 * team_waiting.LEAST_SPIN_NS:
         wait_until(lambda: num_asleep(team) == 1)
         count(team, 1, 1)
         if team.counters().num_long_sleeps > 100:
             # Why: where an idle virtual processor takes milliseconds to come back, no pause is a little longer.
             pytest.skip("to wake a thread takes longer here than any bound")
-        assert time.monotonic() < deadline_s, team.counters()
 
 
 def test_a_helper_spins_for_less_when_the_next_run_comes_late(team: Team) -> None:
     """After a few pauses that no spinning could have bridged, a helper sleeps after the shortest bound."""
-    count(team, 1, 1)
+    team.grow(1)
     assert team.counters().spin_ns == team_waiting.MOST_SPIN_NS
     for _ in range(10):
         wait_until(lambda: num_asleep(team) == 1)
         time.sleep(3 * team_waiting.MOST_SPIN_NS / 1e9)
+        # Why: after two waits close together, as on a busy machine, helpers sleep at once and learn nothing from it.
+        team._words[at.LAST_LOSS_NS // 8] = 0
         count(team, 1, 1)
     wait_until(lambda: team.counters().spin_ns == team_waiting.LEAST_SPIN_NS)
     assert team.counters().num_long_sleeps >= 5
@@ -186,18 +187,20 @@ def test_helpers_hardly_spin_while_they_lose_their_cores_with_work_in_hand(team:
         wait_until(lambda held=held: held.is_holding)  # type: ignore[misc]
         wait_until(lambda: team._read(at.SLOTS + at.SLOT_BYTES + at.CALLER_SLEEPS) == 1)
         held.release()
-        held.caller.join(timeout=20)
+        held.caller.join(timeout=60)
         if num_waits == 1:
             assert team._read(at.LAST_LOSS_NS) > 0
             assert team._read(at.SHORT_UNTIL_NS) == 0
             # The second wait may begin late on a busy machine.
-            team._words[at.LAST_LOSS_NS // 8] = time.monotonic_ns() + 10**9
+            team._words[at.LAST_LOSS_NS // 8] = time.monotonic_ns() + 10**12
     assert team._read(at.SHORT_UNTIL_NS) > team._read(at.LAST_LOSS_NS)
     team._words[at.SHORT_UNTIL_NS // 8] = time.monotonic_ns() + 10**12
     # The wait that is going on began before, and its end changes a bound in the middle; so does every later one if
-    # nothing says otherwise. A helper that has joined a run has ended it; the caller alone may have done the others.
-    before = team.counters().num_joins
-    wait_until(lambda: count(team, 1, 1) and team.counters().num_joins > before)
+    # nothing says otherwise. A helper that has joined a run has ended it; the caller alone may do those that are short.
+    held = Held(team, 1)
+    wait_until(lambda: held.is_holding)
+    held.release()
+    held.caller.join()
     wait_until(lambda: num_asleep(team) == 1)
     team._words[(at.HELPERS + at.SPIN_NS) // 8] = 1_000_000
     for _ in range(20):
@@ -225,7 +228,7 @@ class Attributes(ctypes.Structure):
 
 SLICES = """
 import os, sys
-from kernels.runtime.test_team import Attributes, Team, count, team_waiting, thread_ids
+from kernels.runtime.test_team import Attributes, Team, count, num_asleep, team_waiting, thread_ids, wait_until
 os.nice(3)
 os.sched_setscheduler(0, {policy}, os.sched_param(0))
 before = Attributes.of(0)
@@ -233,13 +236,15 @@ child = os.fork()
 team = Team()
 assert count(team, 1, 1)
 (helper,) = thread_ids(team)
+# A helper has a number before it has asked.
+wait_until(lambda: num_asleep(team) == 1)
 after, own = Attributes.of(0), Attributes.of(helper)
 assert (after.policy, after.nice, after.slice_ns) == ({policy}, 3, before.slice_ns), "the host's"
 assert (own.policy, own.nice) == ({policy}, 3), "the helper's"
 # Linux before 6.12 has no slices of threads' own, and says 0.
 is_short = before.slice_ns and {policy} != os.SCHED_IDLE
 assert own.slice_ns == (team_waiting.HELPER_SLICE_NS if is_short else before.slice_ns), own.slice_ns
-assert team.close()
+assert team.close(timeout_s=200)
 if child:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
@@ -316,14 +321,18 @@ def test_a_placed_helper_stays_where_somebody_else_puts_it(team: Team) -> None:
 
 def test_helpers_end(team: Team) -> None:
     """Closing ends all helpers; kernels then run on their callers alone, and closing again does nothing."""
-    before = psutil.Process().num_threads()
+    def threads() -> set[int]:
+        return {one.id for one in psutil.Process().threads()}
+
+    before = threads()
     count(team, 1, 3)
-    assert psutil.Process().num_threads() == before + 3
-    assert team.close()
-    assert psutil.Process().num_threads() == before
+    assert len(threads() - before) == 3
+    assert team.close(timeout_s=60)
+    # Why not at once: a thread that was joined is in the list for a moment longer.
+    wait_until(lambda: threads() <= before)
     assert count(team, 1, 3)
     assert count(team, 1, 5)
-    assert psutil.Process().num_threads() == before
+    assert threads() <= before
     assert team.close()
 
 
@@ -334,7 +343,7 @@ def test_a_helper_that_hangs_is_left_behind(team: Team) -> None:
     assert not team.close(timeout_s=0.05)
     assert count(team, 2, 1)
     held.release()
-    held.caller.join(timeout=20)
+    held.caller.join(timeout=60)
     assert held.words[0] == 2
 
 
@@ -342,6 +351,7 @@ def test_a_system_that_refuses_threads(monkeypatch: pytest.MonkeyPatch, caplog: 
     """Without helpers kernels run on their callers, which is logged once and not tried again for every kernel."""
     one = Team()
     calls: list[int] = []
+    monkeypatch.setattr(team_module, "time", SimpleNamespace(monotonic=lambda: 100.0, sleep=time.sleep))
     monkeypatch.setattr(one, "_start_helper", lambda: calls.append(1) or False)
     assert all(count(one, 1, 2) for _ in range(3))
     assert calls == [1]
@@ -401,17 +411,21 @@ def test_the_interpreter_ends(apart: Apart, what: str) -> None:
 
 FORK = """
 import os
-from kernels.runtime.test_team import count, num_asleep, wait_until
+from kernels.runtime.test_team import Held, count, wait_until
 from pagedcore_kernels.cpu.runtime.team import the_team
-assert count(the_team(), 1, 2)
+def be_helped():
+    assert count(the_team(), 1, 2)
+    held = Held(the_team(), 1)
+    wait_until(lambda: held.is_holding)
+    held.release()
+    held.caller.join()
+be_helped()
 child = os.fork()
 if child == 0:
-    known = the_team().counters().num_joins
-    wait_until(lambda: count(the_team(), 1, 2) and the_team().counters().num_joins > known)
+    be_helped()
     raise SystemExit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-before = the_team().counters().num_joins
-wait_until(lambda: count(the_team(), 1, 2) and the_team().counters().num_joins > before)
+be_helped()
 """
 
 
