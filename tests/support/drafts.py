@@ -66,7 +66,7 @@ class Adversary:
         return tuple(drafts[: rng.choice([most, rng.randint(1, most)])])
 
 
-class _FirstCosts(DraftCosts):
+class FirstCosts(DraftCosts):
     """What is thought before anything was measured, for ever: no number of drafts depends on the machine."""
 
     def observe(self, num_rows: int, num_drafts: int, seconds: float) -> None:
@@ -78,7 +78,7 @@ def let_guess(
     model: DraftModel | None = None,
 ) -> Speculation:
     """Let an engine have drafts of a source wherever there is room: steps seem to cost what they do at first."""
-    speculation = Speculation(source, _FirstCosts(StepTimeModel()), vocab_size, most, forced, model)
+    speculation = Speculation(source, FirstCosts(StepTimeModel()), vocab_size, most, forced, model)
     engine.scheduler.speculation = speculation
     return speculation
 
