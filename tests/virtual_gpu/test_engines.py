@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -205,14 +206,18 @@ def test_steps_come_under_any_stream_and_device(gpus: Machine) -> None:
 def test_a_gpu_that_has_failed_ends_its_engine(gpus: Machine) -> None:
     """An error that no later call survives closes the engine, whose health is "dead"; every request is told to restart
     the process, and closing frees what it has."""
-    engine = AsyncEngine(on_gpu(tiny_model("llama"), host_kv_memory="1MiB"))
+    engine, has_failed = AsyncEngine(on_gpu(tiny_model("llama"), host_kv_memory="1MiB")), threading.Event()
+    # Why held: else all may have been answered before the GPU fails.
+    held = engine.send(lambda _: has_failed.wait(60))
     futures = [engine.submit(prompt, greedy(max_tokens=40)) for prompt in make_prompts()]
     gpus.failure = "CUDA error: an illegal memory access was encountered"
+    has_failed.set()
+    assert held.result(60)
     for future in futures:
         with pytest.raises(EngineClosed) as caught:
-            future.result(30)
+            future.result(60)
         assert "restart the process" in str(caught.value) + str(caught.value.__cause__)
-    engine._thread.join(30)
+    engine._thread.join(60)
     assert engine.health().status == "dead"
     engine.close()
 
