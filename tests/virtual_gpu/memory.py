@@ -24,10 +24,10 @@ POISON = 0xA5
 class Block:
     """Bytes of one GPU."""
 
-    __slots__ = ("key", "raw", "uses")
+    __slots__ = ("key", "raw", "size", "uses")
 
     def __init__(self, raw: torch.Tensor, key: Hashable) -> None:
-        self.raw, self.key = raw, key
+        self.raw, self.key, self.size = raw, key, len(raw)
         self.uses: dict[Stream, int] = {}
 
     @property
@@ -78,9 +78,9 @@ class Memory:
         with machine.lock, torch.inference_mode(False):
             block = self._take(needed, stream)
             made = torch.empty(0, dtype=dtype).set_(block.raw.untyped_storage(), 0, size, stride)
-            self.allocated += len(block.raw)
+            self.allocated += block.size
             self.peak = max(self.peak, self.allocated)
-        if is_poisoned and len(block.raw):
+        if is_poisoned and block.size:
             # Why queued: the bytes of before are still read by what is queued already.
             item = Item(lambda: block.raw.fill_(POISON), "poison")
             (stream.capture.items.append if stream.capture is not None else stream.launch)(item)
@@ -90,9 +90,9 @@ class Memory:
         pool = None if stream.capture is None else stream.capture.pool
         key = (stream.cuda_stream, pool)
         free = self._free[key]
-        fitting = [one for one in free if needed <= len(one.raw) <= 2 * needed and one.is_free()]
+        fitting = [one for one in free if needed <= one.size <= 2 * needed and one.is_free()]
         if fitting:
-            best = min(fitting, key=lambda one: (len(one.raw), one.address))
+            best = min(fitting, key=lambda one: (one.size, one.address))
             free.remove(best)
             self.reused += 1
             return best
@@ -110,7 +110,7 @@ class Memory:
 
     def give_back(self, block: Block) -> None:
         with self._machine.lock:
-            self.allocated -= len(block.raw)
+            self.allocated -= block.size
             self._free[block.key].append(block)
 
     def empty_cache(self) -> None:
@@ -119,7 +119,7 @@ class Memory:
         for key, free in self._free.items():
             if key[1] is None:  # type: ignore[index]
                 for block in free:
-                    self.reserved -= len(block.raw)
+                    self.reserved -= block.size
                     at = self._blocks.index(block)
                     del self._blocks[at], self._addresses[at]
                 free.clear()
@@ -127,6 +127,6 @@ class Memory:
     def bytes_at(self, address: int) -> Any:
         """The bytes from an address to the end of its block, as a NumPy array; ``None`` if nothing is there."""
         at = bisect.bisect(self._addresses, address) - 1
-        if at < 0 or address >= self._addresses[at] + len(self._blocks[at].raw):
+        if at < 0 or address >= self._addresses[at] + self._blocks[at].size:
             return None
         return self._blocks[at].raw.numpy()[address - self._addresses[at] :]
