@@ -139,7 +139,7 @@ def test_a_bulk_is_classified_on_an_engine_of_its_own_thread(directory: Path) ->
 
     async def main() -> None:
         async with AsyncEngine(engine_of(directory)) as engine:
-            engine.warm_up().result(30)
+            engine.warm_up().result(240)
             assert [one.logits for one in await engine.classify(texts)] == wanted
             with pytest.raises(InvalidText):
                 await engine.classify(["a", ""])

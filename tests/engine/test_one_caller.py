@@ -34,7 +34,7 @@ def test_a_call_beside_a_call_names_both_threads_and_changes_nothing(call: str) 
         target=lambda: outputs.extend(engine.generate([[1]], params(3), show_progress=False)), name="first"
     )
     first.start()
-    assert backend.is_entered.wait(10)
+    assert backend.is_entered.wait(60)
     try:
         with pytest.raises(EngineInUse, match="AsyncEngine") as refused:
             CALLS[call](engine)

@@ -351,7 +351,7 @@ def test_a_fork_reads_what_its_parent_was_reading(places: dict[str, str]) -> Non
         if (child := os.fork()) == 0:
             backend.may_read = threading.Event()
             backend.may_read.set()
-            for _ in range(200):
+            for _ in range(2_000):
                 if not request.is_done:
                     engine.step()
             os._exit(0 if answer_of(request) == adapted_answer(PROMPT, 6, 2) else 1)

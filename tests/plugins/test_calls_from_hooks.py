@@ -408,11 +408,11 @@ def test_on_the_thread_of_an_engine_nothing_waits_for_it(kind: str) -> None:
     engine = AsyncEngine(make_engine(KINDS[kind](), plugins=[Hook()]))
     first, second = (engine.submit(prompt, greedy()) for prompt in PROMPTS)
     for future, prompt in ((first, PROMPTS[0]), (second, PROMPTS[1])):
-        assert list(future.result(20).outputs[0].token_ids) == toy_answer(prompt, NUM_TOKENS)
-    assert list(later[0].result(20).outputs[0].token_ids) == toy_answer([9], NUM_TOKENS)
+        assert list(future.result(60).outputs[0].token_ids) == toy_answer(prompt, NUM_TOKENS)
+    assert list(later[0].result(60).outputs[0].token_ids) == toy_answer([9], NUM_TOKENS)
     assert {name: getattr(error, "call", None) for name, error in errors.items()} == {name: name for name in WAITING}
     assert all("pagedcore_request_finished" in str(error) for error in errors.values())
     last = engine.submit([6], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
-    engine.send(lambda _: engine.close()).result(20)
+    engine.send(lambda _: engine.close()).result(60)
     with pytest.raises(EngineClosed):
-        last.result(20)
+        last.result(60)

@@ -64,7 +64,7 @@ class AdaptedBackend(ToyBackend):
 
     def read_adapter(self, directory: str) -> ToyAdapter:
         """Read the file, once that is allowed."""
-        self.may_read.wait(10)
+        assert self.may_read.wait(60)
         self.reads.append(Path(directory).name)
         return _read(directory)
 

@@ -41,6 +41,8 @@ ROOT_REQUESTS = 1000
 """Requests before the first look at traced memory."""
 ROOT_RESIDENT = 10_000
 """Requests before the first look at resident memory."""
+NUM_THREADS = 4
+"""For blocking calls."""
 MOST_TRACED = 2**20
 MOST_RESIDENT = 1.02
 
@@ -112,10 +114,13 @@ class Soak:
         left = await self.engine.call(lambda engine: (
             len(list(engine.requests)), len(engine.sessions), len(engine.sessions.parking.directory.files)
         ))
-        # Why again: the engine's thread may not have let go of the last call yet, and an export whose caller was
-        # cancelled is completed.
+        # Why: an export whose caller was cancelled is completed.
+        await all_threads()
+        # Why again: the engine's thread may not have let go of the last call yet.
         sinks, handles = num_sinks(), num_handles()
-        for _ in range(10):
+        for number in range(600):
+            if number >= 10 and not sinks:
+                break
             await asyncio.sleep(0.05)
             sinks, handles = sinks and num_sinks(), min(handles, num_handles())
         while self._late_exports:
@@ -265,9 +270,14 @@ async def warm_up() -> None:
     for number in range(2**18):
         # Why: pathlib interns every name of a file, and the table of interned strings grows once, by 3.8 MiB.
         sys.intern(f"soak {number}")
-    asyncio.get_running_loop().set_default_executor(pool := ThreadPoolExecutor(4))
-    barrier = threading.Barrier(4)
-    await asyncio.gather(*(asyncio.get_running_loop().run_in_executor(pool, barrier.wait) for _ in range(4)))
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(NUM_THREADS))
+    await all_threads()
+
+
+async def all_threads() -> None:
+    """Wait until every thread for blocking calls has ended what it was asked before."""
+    barrier = threading.Barrier(NUM_THREADS)
+    await asyncio.gather(*(asyncio.to_thread(barrier.wait) for _ in range(NUM_THREADS)))
 
 
 async def soak(model: str, seconds: float, seed: int, say: Callable[[str], object] = print) -> bool:

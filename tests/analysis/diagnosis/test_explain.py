@@ -195,7 +195,7 @@ async def test_an_engine_on_its_thread_explains() -> None:
         assert found.reason in ("rows", "") or found.state == "finished"
         assert (await engine.explain("no label")).state == "unknown"
         for future in futures:
-            future.result(10)
+            future.result(60)
     finally:
         backend.gate.set()
         await engine.aclose()
@@ -224,7 +224,7 @@ def test_a_hang_leaves_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     try:
         future = engine.submit([1, 2, 3], params(4))
         with pytest.raises(EngineHung):
-            future.result(20)
+            future.result(60)
         wait_until(lambda: bool(list(tmp_path.glob("*/hang.jsonl.gz"))))
     finally:
         backend.gate.set()
