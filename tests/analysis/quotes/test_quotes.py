@@ -7,12 +7,15 @@ import itertools
 import math
 import random
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from pagedcore import AsyncEngine, SamplingParams
+from pagedcore.analysis.quotes import async_quoting
 from pagedcore.analysis.quotes.async_quoting import MAX_QUOTING
 from pagedcore.analysis.quotes.forecast import Bounds, Forecast, Job
 from pagedcore.analysis.quotes.quote_book import MAX_WATCHED, NUM_LEAST, Errors
@@ -343,6 +346,21 @@ async def test_a_dry_run_whose_caller_is_cancelled_counts_until_it_ends(monkeypa
             while {type(one) for one in quotes} != {Quote}:
                 asked = [engine.quote([1], exactly(3), exact=True) for _ in range(8)]
                 quotes = await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def test_who_has_a_quote_may_ask_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run has given its place back when its result is told."""
+    class Late(threading.BoundedSemaphore):
+        def release(self, n: int = 1) -> None:
+            time.sleep(0.05)
+            super().release(n)
+
+    late = SimpleNamespace(**{**vars(threading), "BoundedSemaphore": Late})
+    monkeypatch.setattr(async_quoting, "threading", late)
+    monkeypatch.setattr(async_quoting, "MAX_QUOTING", 1)
+    with AsyncEngine(make_engine()) as engine:
+        for _ in range(3):
+            assert (await engine.quote([1], exactly(3), exact=True)).is_exact
 
 
 def test_quotes_are_refused_like_requests() -> None:
