@@ -44,7 +44,7 @@ class StepwiseBackend(ToyBackend):
 class Slow(PagedCoreRunner):
     """A model whose long answers outlast the telling of the process to end, and whose longest outlast the drain."""
 
-    drain_s = 3.0
+    drain_s = 4.0
     model = StepwiseBackend()
     settings = {"num_kv_blocks": 512}  # noqa: RUF012
 

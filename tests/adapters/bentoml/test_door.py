@@ -17,8 +17,9 @@ from pagedcore.serving.async_engine import AsyncEngine
 from pagedcore.serving.health import Health
 from pagedcore_bentoml import EventParser, PagedCoreRunner
 from support.async_helpers import SlowBackend
-from support.doubles import FlakyBackend, toy_answer
+from support.doubles import FakeClock, FlakyBackend, toy_answer
 from support.engine_builders import make_engine
+from support.paused_steps import paused_after
 
 LONG = {"max_tokens": 4000, "ignore_eos": True}
 
@@ -192,15 +193,19 @@ async def test_a_batch_is_refused_as_a_whole(app: App) -> None:
 @pytest.mark.parametrize("app", [{"max_num_waiting": 1, "max_num_seqs": 1}], indirect=True)
 async def test_overload_is_429_with_a_hint(app: App) -> None:
     """When the queue is full a refused call learns when to try again; accepted ones are completed."""
-    first = app.begin("/stream", {"prompt": [1], "sampling": short(60)})
-    await first.until_text("data:")
-    second = app.begin("/generate", {"prompt": [2], "sampling": short()})
-    while not (await asyncio.to_thread(app.engine.stats)).num_waiting:
-        await asyncio.sleep(0.002)
-    for path, body in (("/generate", {"prompt": [3]}), ("/stream", {"prompt": [3]}), ("/batch", {"prompts": [[3]]})):
-        refused = await app.call(path, body)
-        assert (refused.status, refused.headers["retry-after"], refused.error["limit"]) == (429, "1", "1")
-    await asyncio.gather(first.task, second.task)
+    with paused_after(app.engine, 3) as pause:
+        first = app.begin("/stream", {"prompt": [1], "sampling": short(60)})
+        await first.until_text("data:")
+        second = app.begin("/generate", {"prompt": [2], "sampling": short()})
+        places = app.engine._commands.places
+        while not (places.sinks() or places._count_in_engine()):
+            await asyncio.sleep(0.002)
+        for path, body in (("/generate", {"prompt": [3]}), ("/stream", {"prompt": [3]}),
+                           ("/batch", {"prompts": [[3]]})):
+            refused = await app.call(path, body)
+            assert (refused.status, refused.headers["retry-after"], refused.error["limit"]) == (429, "1", "1")
+        pause.end()
+        await asyncio.gather(first.task, second.task)
     assert tokens_of(first.text) == toy_answer([1], 60)
     assert json.loads(second.text)["outputs"][0]["token_ids"] == toy_answer([2], 4)
 
@@ -289,10 +294,15 @@ async def reach(app: App, exchange: Any, path: str, moment: str) -> None:
         await asyncio.sleep(0.002)
 
 
-async def test_a_time_limit_is_504_or_an_error_event(app: App) -> None:
+async def test_a_time_limit_is_504_or_an_error_event(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller's time limit ends a whole answer with a status and a stream that has begun with an event."""
     whole = await app.call("/generate", {"prompt": [1], "sampling": LONG, "timeout_s": 0.1})
-    stream = await app.call("/stream", {"prompt": [1], "sampling": LONG, "timeout_s": 0.1})
+    clock = FakeClock()
+    monkeypatch.setattr("pagedcore.serving.stream.MonotonicClock", lambda: clock)
+    stream = app.begin("/stream", {"prompt": [1], "sampling": LONG, "timeout_s": 60})
+    await stream.until_text("data:")
+    clock.advance(61)
+    await stream.task
     assert (whole.status, whole.error["type"]) == (504, "RequestTimeout")
     assert (EventParser().feed(stream.text)[-1].name, app.is_idle()) == ("error", True)
 

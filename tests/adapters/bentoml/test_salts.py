@@ -23,6 +23,7 @@ from pagedcore_bentoml import EventParser
 from pagedcore_http.refusals import SaltNotDerived
 from pagedcore_http.salts import combine_salts
 from support.accepted import note_accepted
+from support.async_helpers import SlowBackend
 from support.engine_builders import make_engine
 from support.tenants import BLOCK_SIZE, OTHER_SECRET, SECRET, PacedBackend, digits_found, guess_all, prompt_with
 
@@ -214,7 +215,7 @@ async def test_labels_reach_hooks_and_a_batch_has_one_for_each_prompt() -> None:
 
 async def test_a_label_is_taken_within_its_tenant() -> None:
     """A second call of one tenant with the label is refused while the first runs; another tenant's is accepted."""
-    async with service() as app:
+    async with service(backend=SlowBackend()) as app:
         body = {"prompt": [1], "sampling": {"max_tokens": 1400, "ignore_eos": True}, "request_id": "mine"}
         first = app.begin("/stream", body, headers=with_key("a"))
         await first.until_text("data:")

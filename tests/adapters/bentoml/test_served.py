@@ -94,7 +94,7 @@ async def test_a_server_that_is_told_to_end_sends_new_calls_elsewhere_and_finish
     that outlasts the drain gets an error, and the process ends, although BentoML would wait a day for it."""
     with bentoml_serve("served:Slow", Path(__file__).parent) as served:
         async with httpx.AsyncClient(base_url=served.url, timeout=LIMIT_S) as http:
-            body = {"prompt": [1], "sampling": {"max_tokens": 60, "ignore_eos": True}}
+            body = {"prompt": [1], "sampling": {"max_tokens": 30, "ignore_eos": True}}
             endless = asyncio.create_task(http.post("/stream", json={"prompt": [1], "sampling": ENDLESS}))
             parser, tokens, names = EventParser(), [], []
             async with http.stream("POST", "/stream", json=body) as got:
@@ -110,7 +110,7 @@ async def test_a_server_that_is_told_to_end_sends_new_calls_elsewhere_and_finish
             for event in events:
                 names.append(event.name)
                 tokens += event.data.get("token_ids", [])
-            assert (names[-1], tokens) == ("done", toy_answer([1], 60))
+            assert (names[-1], tokens) == ("done", toy_answer([1], 30))
             assert EventParser().feed((await endless).text)[-1].data["error"]["type"] == "EngineClosed"
         await asyncio.to_thread(psutil.Process(served.pid).wait, 60.0)
 

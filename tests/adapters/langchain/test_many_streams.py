@@ -17,6 +17,7 @@ from pagedcore import AsyncEngine
 from pagedcore.demo_model.questions import demo_questions, is_correct
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
 from support.async_helpers import wait_until
+from support.paused_steps import slowed
 
 MODELS = [ChatPagedCore, PagedCoreLLM]
 ENDLESS = {"max_tokens": 1900, "sampling": {"ignore_eos": True}}
@@ -128,7 +129,8 @@ async def test_leaving_frees_the_blocks_within_one_step(
     engine: AsyncEngine, kind: Any, leave: Callable[[Any, AsyncEngine], Awaitable[None]]
 ) -> None:
     """Whatever way a caller leaves, the engine's very next look at itself shows nothing of the request."""
-    await leave(kind.from_engine(engine, **ENDLESS), engine)
+    with slowed(engine):
+        await leave(kind.from_engine(engine, **ENDLESS), engine)
     gc.collect()
     # Why: a lost generator is closed by its event loop, one nested in another after the other.
     for _ in range(50):
@@ -177,10 +179,11 @@ def test_an_interrupted_blocking_call_is_aborted(
     model = kind.from_engine(engine, **ENDLESS)
     for call in (model.invoke, lambda prompt: model.batch([prompt] * 3)):
         interrupter = threading.Thread(target=interrupt_main_thread, args=[engine])
-        interrupter.start()
-        with pytest.raises(KeyboardInterrupt):
-            call("What is 2 + 3?")
-        interrupter.join()
+        with slowed(engine):
+            interrupter.start()
+            with pytest.raises(KeyboardInterrupt):
+                call("What is 2 + 3?")
+            interrupter.join()
         wait_until(lambda: (engine.stats().num_running, engine.stats().num_blocks_used) == (0, 0))
 
 

@@ -47,7 +47,7 @@ from pagedcore.tool_calls.chat_format import ChatFormat
 from pagedcore_langchain import ChatPagedCore, PagedCoreLLM
 from pagedcore_langchain.background import BACKGROUND
 from pagedcore_langchain.results import chat_result
-from support.paused_steps import Pause, paused_after
+from support.paused_steps import LIMIT_S, Pause, paused_after, slowed
 
 QUESTIONS = demo_questions(40)
 PROMPTS = [question.prompt for question in QUESTIONS]
@@ -427,7 +427,8 @@ def test_refusals_are_langchains_errors_as_well(
     """From every way of asking, with the same message and name, and after a pickle; agents shorten a conversation for
     one of them, and retry another."""
     for call in every_call(build(kind, engine), prompt, **keywords):
-        with pytest.raises(ours) as refused:
+        # Why: no completion is there before its time is over.
+        with slowed(engine, LIMIT_S), pytest.raises(ours) as refused:
             call()
         for error in (refused.value, pickle.loads(pickle.dumps(refused.value))):
             assert isinstance(error, ours)
@@ -463,7 +464,7 @@ def test_time_limits_end_every_kind_of_call(engine: AsyncEngine, kind: Any) -> N
     """RequestTimeout, from a field or a call, and nothing of the request is left in the engine."""
     model = build(kind, engine, max_tokens=2000, sampling={"ignore_eos": True}, timeout=0.05)
     for call in every_call(model):
-        with pytest.raises(RequestTimeout, match=r"0\.05"):
+        with slowed(engine, LIMIT_S), pytest.raises(RequestTimeout, match=r"0\.05"):
             call()
         stats = engine.stats()
         assert (stats.num_running, stats.num_waiting, stats.num_blocks_used) == (0, 0, 0)

@@ -25,6 +25,7 @@ from pagedcore_pytest.errors import NothingToCompare
 from pagedcore_pytest.goldens import Goldens
 from pagedcore_pytest.llm import open_llm
 from pagedcore_pytest.loopback import serve_openai
+from support.paused_steps import slowed
 
 QUESTION = "What is 2 + 3?"
 WILD: dict[str, Any] = {"temperature": 3.0, "max_tokens": 24, "ignore_eos": True}
@@ -100,9 +101,10 @@ def test_calls_are_those_of_the_running_test(llm: LLM, current: CurrentTest) -> 
     chat = ChatPagedCore.from_engine(llm.engine, max_tokens=24)
     chat.invoke(QUESTION)
     llm("What is 9 - 5?")
-    left = llm.engine.generate_sync(QUESTION, SamplingParams(max_tokens=500, ignore_eos=True))
-    next(left)
-    left.close()
+    with slowed(llm.engine):
+        left = llm.engine.generate_sync(QUESTION, SamplingParams(max_tokens=500, ignore_eos=True))
+        next(left)
+        left.close()
     first, second = llm.calls
     assert QUESTION in first.prompt
     assert (first.text, second.prompt, second.text) == ("2 + 3 = 5.", "What is 9 - 5?", "\n9 - 5 = 4.")
