@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from pagedcore_kernels.checks import check_key_value, check_pool, check_query
+from pagedcore_kernels.cuda.shapes import SMALLEST
 from pagedcore_kernels.errors import InternalError
 from pagedcore_kernels.interface import RaggedRows
 from pagedcore_kernels.layout import BlockLayout, KVLayout, ScaledKVLayout
@@ -135,7 +136,7 @@ def quantize_rows(rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
     exact = rows.float()
     largest = exact.abs().amax(-1)
     is_finite = largest.isfinite()
-    is_used = is_finite & (largest >= 2.0**-100)
+    is_used = is_finite & (largest >= SMALLEST)
     # Why a tensor: of a number and a tensor torch multiplies by a reciprocal, which is rounded once more.
     most = torch.full_like(largest, LARGEST[dtype])
     factor = torch.where(is_used, most / largest, 0.0)

@@ -343,15 +343,16 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
     from pagedcore.models.linears.int8_rows import take_int8_rows
 
     dtype, trust = device.default_dtype if config.dtype == "auto" else config.dtype, config.trust_remote_code
+    why_decoded = f"there is no product of them on {device.kind}"
     if stored is not None:
         number_format, is_quick = computing_dtype(dtype, device.kind), device.kind == "cpu"
         if isinstance(stored, FP8):
+            why_decoded = why_decoded if is_quick else why_no_float8(device.torch_device)
             # Why: what other factories do not take stays a tensor.
-            stored = replace(stored, is_late=is_quick and config.linear_backend == "auto",
-                             may_stay=device.kind != "cpu" and not why_no_float8(device.torch_device))
+            stored = replace(stored, is_late=is_quick and config.linear_backend == "auto", may_stay=not why_decoded)
         model = load_stored(model, stored, number_format, trust_remote_code=trust, is_quick=is_quick)
         if device.kind != "cpu":
-            _decode(model, stored, device)
+            _decode(model, stored, why_decoded)
         elif stored.scheme not in ("none", quantization):
             take_int8_rows(model, quantization)
         return model
@@ -372,18 +373,18 @@ def _load(model: Any, stored: StoredFormat | None, config: EngineConfig, device:
     return model
 
 
-def _decode(model: Any, stored: StoredFormat, device: Device) -> None:
-    """Make numbers of the quantised weights of a model, but for those in e4m3 that the device multiplies; say so."""
+def _decode(model: Any, stored: StoredFormat, why: str) -> None:
+    """Make numbers of the quantised weights of a model, for the reason ``why``; say so. If there is none, they are in
+    e4m3, and those that the device multiplies stay.
+    """
     from pagedcore.models.checkpoints.fp8 import FP8
     from pagedcore.models.families.model_facts import format_and_device
     from pagedcore.models.linears.decoded_weights import decode_weights
-    from pagedcore.models.linears.float8_linear import keep_float8, why_no_float8
+    from pagedcore.models.linears.float8_linear import keep_float8
 
-    is_fp8, reasons = isinstance(stored, FP8), [f"there is no product of them on {device.kind}"]
-    if isinstance(stored, FP8):
-        num_kept, reasons = keep_float8(model) if stored.may_stay else (0, [why_no_float8(device.torch_device)])
-        if num_kept:
-            _log.info("%d linear layers stay in e4m3; their rows become e4m3 too, with a scale each.", num_kept)
+    is_fp8, (num_kept, reasons) = isinstance(stored, FP8), (0, [why]) if why else keep_float8(model)
+    if num_kept:
+        _log.info("%d linear layers stay in e4m3; their rows become e4m3 too, with a scale each.", num_kept)
     decode_weights(model)
     if reasons and (is_fp8 or stored.scheme != "none"):
         _log.warning(

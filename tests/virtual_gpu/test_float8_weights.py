@@ -31,7 +31,6 @@ from pagedcore_kernels.cuda.attention.backend import NumbaCudaAttention
 from pagedcore_kernels.cuda.build.library import KernelLibrary
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from pagedcore_kernels.cuda.driver import CudaDriver
-from pagedcore_kernels.cuda.elementwise import RowQuantizer
 from support.engine_builders import run
 from support.families import VOCAB, tiny_model
 from support.generate_oracle import make_prompts
@@ -124,7 +123,7 @@ def test_a_product_is_that_of_rounded_rows(static: bool, tmp_path: Path, gpus: M
     with shipped_kernels(gpus):
         driver = CudaDriver(torch.device("cuda", 0), KernelLibrary())
         driver.begin_step()
-        launch_quantizers([whole], lambda: RowQuantizer(torch.bfloat16, driver))
+        launch_quantizers([whole], torch.bfloat16, driver)
         found = whole(rows.to("cuda")[None])[0]
         alone = torch.cat([whole(row[None].to("cuda")) for row in rows])
         assert torch.equal(found.cpu(), alone.cpu())

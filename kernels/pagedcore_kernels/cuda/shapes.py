@@ -62,6 +62,8 @@ class Format(Enum):
 
 LARGEST: Final = {Format.INT8: 127.0, Format.E4M3: 448.0}
 """The largest number of each format with scales."""
+SMALLEST: Final = 2.0**-100
+"""A row in such a format whose magnitudes are below this is all zeros: the inverse of its scale would not be finite."""
 
 
 def most_shared_bytes(capability: tuple[int, int]) -> int:

@@ -39,7 +39,7 @@ from pagedcore.models.linears.float8_linear import Float8Linear, launch_quantize
 from pagedcore.models.linears.packed_linear import OnUnused
 from pagedcore.models.linears.torch_products import TorchProduct
 from pagedcore.protocols import AttentionBackend
-from pagedcore_kernels.cuda.elementwise import GatedActivation, RmsNorm, RotaryEmbedding, RowQuantizer, can_compute
+from pagedcore_kernels.cuda.elementwise import GatedActivation, RmsNorm, RotaryEmbedding, can_compute
 from pagedcore_kernels.interface import LaunchesKernels
 
 
@@ -161,7 +161,7 @@ class CudaDecoder(Decoder):
         # Why first: two tables are not in memory at once.
         self._launches = None
         self._launches = self._make(attention)
-        launch_quantizers(self.torch_products, partial(RowQuantizer, self._embedding.weight.dtype, attention.driver))
+        launch_quantizers(self.torch_products, self._embedding.weight.dtype, attention.driver)
 
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor

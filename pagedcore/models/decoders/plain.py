@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -150,7 +149,7 @@ class PlainDecoder(Decoder):
     def prepare(self, attention: AttentionBackend) -> None:
         """Load the kernel for weights in e4m3, where the backend launches kernels; see ``PreparesSteps``."""
         if isinstance(attention, LaunchesKernels):
-            launch_quantizers(self._model.modules(), partial(_row_quantizer, self._model, attention.driver))
+            launch_quantizers(self._model.modules(), format_and_device(self._model)[0], attention.driver)
 
     def __call__(
         self, step: PagedStep, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -231,13 +230,6 @@ class ModuleDecoder(PlainDecoder):
             call_model(self._model, tokens, tokens, tokens)
         for module in found:
             complete_vectors(module)
-
-
-def _row_quantizer(model: Any, driver: Any) -> Any:
-    # Why here: without a GPU nothing of its kernels is imported.
-    from pagedcore_kernels.cuda.elementwise import RowQuantizer
-
-    return RowQuantizer(format_and_device(model)[0], driver)
 
 
 class Incomplete(Decoder):

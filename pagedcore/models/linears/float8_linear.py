@@ -95,10 +95,15 @@ class Float8Linear(nn.Module):
         return product.view(*rows.shape[:-1], self.out_features)
 
 
-def launch_quantizers(products: Iterable[object], new_quantizer: Callable[[], Quantize]) -> None:
-    """Let a kernel make the rows of those products that are ``Float8Linear``; it is loaded if there are any."""
+def launch_quantizers(products: Iterable[object], dtype: torch.dtype, driver: Any) -> None:
+    """Let a kernel, which a ``Driver`` launches, make rows in ``dtype`` e4m3 for those products that are
+    ``Float8Linear``; it is loaded if there are any.
+    """
     if found := [one for one in products if isinstance(one, Float8Linear)]:
-        quantize = new_quantizer()
+        # Why here: without a GPU nothing of its kernels is imported.
+        from pagedcore_kernels.cuda.elementwise import RowQuantizer
+
+        quantize = RowQuantizer(dtype, driver)
         for one in found:
             one.quantize = quantize
 

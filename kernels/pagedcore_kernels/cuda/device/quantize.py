@@ -14,8 +14,8 @@ from pagedcore_kernels.cuda.device import primitives as ptx
 from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import pair_unpackers
-from pagedcore_kernels.cuda.device.write_kv import INFINITY, NAN, SMALLEST, quantiser
-from pagedcore_kernels.cuda.shapes import LARGEST, ROW_THREADS, Format
+from pagedcore_kernels.cuda.device.write_kv import INFINITY, NAN, quantiser
+from pagedcore_kernels.cuda.shapes import LARGEST, ROW_THREADS, SMALLEST, Format
 
 _WARPS = ROW_THREADS // 32
 

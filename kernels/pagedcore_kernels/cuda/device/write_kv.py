@@ -13,12 +13,10 @@ from pagedcore_kernels.cuda.device import primitives as ptx
 from pagedcore_kernels.cuda.device.intrinsics import cuda
 from pagedcore_kernels.cuda.device.primitives import f32, i32, u32, u64
 from pagedcore_kernels.cuda.device.tiles import pair_unpackers
-from pagedcore_kernels.cuda.shapes import LARGEST, Format
+from pagedcore_kernels.cuda.shapes import LARGEST, SMALLEST, Format
 
 INFINITY = 0x7F800000
 NAN = 0x7FC00000
-SMALLEST = 2.0**-100
-"""A row whose magnitudes are below this is all zeros: the inverse of its scale would not be finite."""
 
 
 def quantiser(pool: Format) -> Any:
