@@ -43,6 +43,18 @@ def test_all_halves_are_judged_as_torch_judges_them() -> None:
         assert found == numbers[::37].isfinite().tolist()
 
 
+def test_the_codes_of_e4m3_are_judged_as_torch_judges_them() -> None:
+    """Each of the 256 in each place of a word, in a block and in the rest, beside 448s, whose bits are nearly all set.
+    """
+    for code in range(256):
+        octets = torch.full((300,), 0x7E, dtype=torch.uint8)
+        for place in (*range(code % 3, 8, 3), 257 + code % 40):
+            octets[place], before = code, octets[place].clone()
+            numbers = octets.view(torch.float8_e4m3fn)
+            assert all_finite(numbers) == bool(numbers.float().isfinite().all())
+            octets[place] = before
+
+
 def test_any_tensor_will_do() -> None:
     """Empty ones, views with gaps, and more dimensions."""
     numbers = torch.zeros(6, 8, 10)

@@ -19,16 +19,22 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 import torch
+from torch import nn
 
+from pagedcore.execution.memory_pages import FileMappings
 from pagedcore.models.checkpoints.tensor_files import FLOATS, TensorFiles
 from pagedcore.models.linears.packed_linear import can_pack
-from pagedcore.models.linears.stored_weight import StoredWeight, decoded_late, refusal
+from pagedcore.models.linears.stored_weight import SEPARATOR, StoredWeight, decoded_late, refusal, stored_weights
+from pagedcore_kernels.cpu.runtime.finite import all_finite
 
 _FORMAT: Final = "F8_E4M3"
 _AT_ONCE: Final = 2**20
 """Numbers that are decoded at a time, which takes 8 MiB besides the result."""
 _ROW_SCALES: Final = ("input_scale", "activation_scale")
 _MOST_OF_ROWS: Final = 2.0**100
+_NAN: Final = 0x7F
+"""The code of e4m3 that is no number, with either sign."""
+_LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 _ALL: Final = 0
 """As the size of a block: all outputs, or all inputs."""
 
@@ -92,7 +98,8 @@ class FP8:
             return None
         values, scales = self.tensors(files, name, shape)
         float8 = (values, scales, self._row_scale(files, name)) if self.may_stay and self.has_product else None
-        return decoded_late(shape, dtype, [values, scales], lambda: self.decode(values, scales, dtype), float8)
+        return decoded_late(
+            shape, dtype, [values, scales], lambda: self.decode(values, scales, dtype), float8, name)
 
     def _row_scale(self, files: TensorFiles, name: str) -> float:
         """Return what the files have as the scale of all rows of a layer; 0.0: nothing."""
@@ -115,11 +122,11 @@ class FP8:
         Raises:
             ModelNotSupported: it is such a layer.
         """
-        weight, scale = f"{name}.weight", self._scale_of(files, name)
+        weight, scale = f"{name}.weight", self.scale_of(files, name)
         if weight in files and scale in files and (kind := files.format_of(weight)) != _FORMAT:
             raise refusal(f"{weight} is {kind} and has a scale ({scale}), needed is {_FORMAT}, or none")
 
-    def _scale_of(self, files: TensorFiles, name: str) -> str:
+    def scale_of(self, files: TensorFiles, name: str) -> str:
         """Return the name of a layer's scales."""
         other = f"{name}.weight_scale"
         return other if self.block == (_ALL, _ALL) and other in files else f"{name}.{self.scale_name}"
@@ -128,7 +135,7 @@ class FP8:
         """Return the numbers [out, in] of a layer, mapped, and their scales [blocks of outputs, blocks of inputs]."""
         values = files.expect(f"{name}.weight", shape, _FORMAT)
         grid = [1 if size == _ALL else -(-length // size) for length, size in zip(shape, self.block, strict=True)]
-        scale = self._scale_of(files, name)
+        scale = self.scale_of(files, name)
         # Shape: a scale of a whole tensor is [1], or no array.
         is_one = grid == [1, 1] and scale in files and len(files.shape_of(scale)) < 2
         scales = files.scales(scale, files.shape_of(scale) if is_one else (grid[0], grid[1]))
@@ -162,7 +169,40 @@ class FP8Files(TensorFiles):
         if not is_decoded or self.format_of(name) != _FORMAT:
             self._stored.require_no_scale(self, layer)
             return super().expect(name, shape, *formats)
-        return self._stored.decode(*self._stored.tensors(self, layer, (shape[0], shape[1])), self._dtype)
+        values, scales = self._stored.tensors(self, layer, (shape[0], shape[1]))
+        self._require_finite(layer, values, scales)
+        return self._stored.decode(values, scales, self._dtype)
+
+    def require_numbers(self, model: nn.Module) -> None:
+        """Read the codes of all stored weights of a model, once, and give their pages back.
+
+        Raises:
+            ModelNotSupported: one is no number, or is none that is finite when it is decoded.
+        """
+        mappings = FileMappings()
+        for module in model.modules():
+            for weight in stored_weights(module):
+                layers, tensors = weight.name.split(SEPARATOR), weight.tensors
+                for layer, values, scales in zip(layers, tensors[::2], tensors[1::2], strict=True):
+                    self._require_finite(layer, values, scales)
+                    mappings.free_pages(values)
+
+    def _require_finite(self, layer: str, values: torch.Tensor, scales: torch.Tensor) -> None:
+        weight, scale = self.place_of(f"{layer}.weight"), self.place_of(self._stored.scale_of(self, layer))
+        if not all_finite(values):
+            codes = values.view(torch.uint8)
+            wrong = ((codes & _NAN) == _NAN).nonzero()
+            row, column = wrong[0].tolist()
+            raise refusal(f"{weight} has {len(wrong)} codes of e4m3 that are no number, the first is "
+                          f"{int(codes[row, column]):#x} at [{row}, {column}]")
+        # Why first: it is all that is asked of files that are right.
+        if _LARGEST * float(scales.abs().max()) <= torch.finfo(self._dtype).max:
+            return
+        wrong = (~self._stored.decode(values, scales, self._dtype).isfinite()).nonzero()
+        if len(wrong):
+            row, column = wrong[0].tolist()
+            raise refusal(f"{weight} has {float(values[row, column])} at [{row}, {column}], which is not finite in "
+                          f"{self._dtype} times its scale: {scale} is {float(scales.abs().max()):g}")
 
 
 def block_of(size: Any) -> tuple[int, int]:

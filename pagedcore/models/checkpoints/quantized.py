@@ -145,6 +145,8 @@ def load_stored(
         files = _open_files(source, stored, model, dtype)
         replace_weights(model, files, stored, dtype)
         map_tensors(model, files)
+        if isinstance(files, FP8Files):
+            files.require_numbers(model)
         if isinstance(stored, GGUF):
             stored.scale_angles(model)
         elif (kind := getattr(model.config, FIELD, None)) is not None:

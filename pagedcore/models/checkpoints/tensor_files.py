@@ -39,6 +39,7 @@ class TensorFiles:
         self.directory = directory
         """Where they are."""
         self._places: dict[str, tuple[Any, str]] = {}
+        self._file_names: dict[str, str] = {}
         own_name = name_of_text(directory)
         for path in only_file(directory):
             file: Any = safe_open(path, framework="pt")
@@ -47,7 +48,7 @@ class TensorFiles:
                     continue
                 if new in self._places:
                     raise refusal(f"{name} is in its files twice")
-                self._places[new] = file, name
+                self._places[new], self._file_names[new] = (file, name), path.name
         self._parts: dict[str, TensorPart] = {}
         if fuses_experts(config := _config_of(directory)):
             self._split_experts()
@@ -72,6 +73,10 @@ class TensorFiles:
         """Return the name of a tensor's number format in safetensors; nothing is read."""
         return str(self._slice(name).get_dtype())
 
+    def place_of(self, name: str) -> str:
+        """Return a tensor's name with that of its file, for people."""
+        return f"{name} (in {self._file_names.get(name, 'its files')})"
+
     def expect(self, name: str, shape: tuple[int, ...], *formats: str) -> torch.Tensor:
         """Return a tensor of this shape and of one of these number formats, mapped.
 
@@ -94,8 +99,9 @@ class TensorFiles:
     def scales(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Return a tensor of finite scales, as ``expect`` does."""
         scales = self.expect(name, shape, *FLOATS)
-        if not scales.isfinite().all():
-            raise refusal(f"{name} has values that are not finite")
+        if not (is_finite := scales.isfinite()).all():
+            first = float(scales[~is_finite][0])
+            raise refusal(f"{self.place_of(name)} has values that are not finite, the first is {first}")
         return scales
 
     def _split_experts(self) -> None:

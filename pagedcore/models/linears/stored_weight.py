@@ -102,7 +102,7 @@ class StoredWeight:
     ready: Callable[[str, tuple[int, int], torch.Tensor | None], Matmul] | None = None
     """``(name, shape, bias) -> product`` of a weight that is packed already; ``read`` is of no use then."""
     name: str = ""
-    """Of such a weight; those of its parts, one behind the other, of a weight of several layers."""
+    """Of such a weight, or of one that is decoded; those of its parts, with ``SEPARATOR``, of several layers."""
     whole: str = ""
     """Name of the product that has it."""
 
@@ -168,14 +168,16 @@ class StoredWeight:
 
 def decoded_late(
     shape: tuple[int, int], dtype: torch.dtype, tensors: Sequence[torch.Tensor], decode: Callable[[], torch.Tensor],
-    float8: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    float8: tuple[torch.Tensor, torch.Tensor, float] | None = None, name: str = "",
 ) -> StoredWeight:  # fmt: skip
-    """Return a weight of floating numbers that ``decode`` makes of ``tensors`` when it is packed."""
+    """Return a weight of floating numbers that ``decode`` makes of ``tensors`` when it is packed; ``name`` is its
+    layer's in the files.
+    """
 
     def read() -> QuantizedWeight:
         raise TypeError("a weight of floating numbers is of no scheme")
 
-    return StoredWeight("none", shape, dtype, 1, tensors, read, decode=decode, float8=float8)
+    return StoredWeight("none", shape, dtype, 1, tensors, read, decode=decode, float8=float8, name=name)
 
 
 def packed_already(
@@ -221,6 +223,7 @@ def joined(weights: Sequence[StoredWeight]) -> StoredWeight:
         [tensor for weight in weights for tensor in weight.tensors], read, first.order, first.has_least,
         first.has_halves, any(weight.has_zeros for weight in weights), first.codebook,
         parts=() if is_uniform else weights, decode=decode if first.decode is not None else None,
+        name=_name_of_all(weights),
     )
 
 

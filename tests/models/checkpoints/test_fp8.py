@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import weakref
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from pagedcore import Engine, SamplingParams
 from pagedcore.convert.conversion import convert
 from pagedcore.errors import ModelNotSupported
 from pagedcore.models.checkpoints.fp8 import FP8
-from pagedcore.models.checkpoints.quantized import stored_format
+from pagedcore.models.checkpoints.quantized import load_stored, stored_format
 from pagedcore.models.checkpoints.tensor_files import TensorFiles
 from pagedcore.models.diagnosis import diagnose
 from support.families import tiny_model
@@ -224,6 +227,35 @@ def test_tensors_that_do_not_fit_are_refused(name: str, tensor: Any, found: str,
     with pytest.raises(ModelNotSupported, match=found) as caught:
         answers(fp8)
     assert Q in str(caught.value)
+
+
+@pytest.mark.parametrize(("codes", "scale", "found"), [
+    ({(3, 5): 0x7F, (190, 191): 0xFF}, 1.0, "has 2 codes of e4m3 that are no number, the first is 0x7f at [3, 5]"),
+    ({(191, 191): 0xFF}, 1.0, "has 1 codes of e4m3 that are no number, the first is 0xff at [191, 191]"),
+    ({(7, 9): 0xC0}, 3e38, "has -2.0 at [7, 9], which is not finite in torch.bfloat16 times its scale"),
+    ({(7, 9): 0x38}, 3e38, ""),
+])
+@pytest.mark.parametrize("is_late", [True, False])
+def test_codes_that_are_no_finite_numbers_are_refused(
+    codes: dict[tuple[int, int], int], scale: float, found: str, is_late: bool, tmp_path: Path
+) -> None:
+    """When the files are read, whether a layer is decoded later or at once: the message names tensor, file, and value;
+    what is finite is read."""
+    fp8, _ = write_pair(tmp_path, "blocks")
+    octets = np.zeros((192, 192), np.uint8)
+    for place, code in codes.items():
+        octets[place] = code
+    change_tensors(fp8, {f"{Q}.weight": torch.from_numpy(octets).view(torch.float8_e4m3fn),
+                         f"{Q}.weight_scale_inv": torch.full((2, 2), scale)})
+    stored = stored_format(str(fp8))
+    assert isinstance(stored, FP8)
+    load = partial(load_stored, str(fp8), replace(stored, is_late=is_late), torch.bfloat16, trust_remote_code=False)
+    if not found:
+        load()
+        return
+    with pytest.raises(ModelNotSupported, match=re.escape(f"{Q}.weight (in model.safetensors) {found}")) as caught:
+        load()
+    assert scale == 1 or f"{Q}.weight_scale_inv (in model.safetensors) is 3e+38" in str(caught.value)
 
 
 @pytest.mark.parametrize(("config", "found"), [

@@ -1,7 +1,8 @@
 """Whether all numbers of much memory are finite, on all threads, as fast as it can be read.
 
-A number is none, or infinite, exactly if all bits of its exponent are set. With one more added, they carry into the
-place of the sign, which was masked out, and no further: so the numbers of a 64-bit word are looked at together.
+A number is none, or infinite, exactly if all bits of its exponent are set, and in e4m3 those of its fraction too. With
+one more added, they carry into the place of the sign, which was masked out, and no further: so the numbers of a 64-bit
+word are looked at together.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _CHUNK_BYTES: Final = 2**21
 _WORD_BYTES: Final = 8
 _LANES: Final = 32
 """Words that are looked at together."""
-_EXPONENTS: Final = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+_EXPONENTS: Final = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00,
+                     torch.float8_e4m3fn: 0x7F}
 
 
 def all_finite(numbers: torch.Tensor) -> bool:
@@ -50,7 +52,7 @@ def all_finite(numbers: torch.Tensor) -> bool:
                     _in_each(exponent & -exponent, in_word))
     _kernel().run(parameters)
     signs = np.int64(_in_each(1 << (8 * numbers.itemsize - 1), in_word))
-    return not (found & signs).any() and bool(rest.isfinite().all())
+    return not (found & signs).any() and bool(rest.float().isfinite().all())
 
 
 def _in_each(part: int, count: int) -> int:
