@@ -118,6 +118,7 @@ formats:
 	$(MAKE) VENV=build/formats build/formats/.stamp-formats
 	build/formats/bin/python -m pytest -m formats -o addopts=--import-mode=importlib \
 		tests/models/checkpoints/test_compressed_tensors_library.py \
+		tests/models/checkpoints/test_fp8_library.py \
 		tests/models/checkpoints/test_bitsandbytes_library.py \
 		tests/models/checkpoints/test_gguf_library.py $(PYTEST_ARGS)
 
