@@ -4,7 +4,8 @@
 log-probabilities are compared with transformers in float32, and whose completions with those of steps that are taken or
 launched one by one; which numbers of rows give the same bits in torch's products; steps of two models' shapes, by the
 fused decoder and by transformers' modules, recorded and launched one by one, overlapping and not, over KV in 16 and 8
-bits; and completions per second beside transformers' continuous batching and its ``generate``.
+bits, with weights in bfloat16 and in FP8, which one of the architectures has in its comparison too; and completions per
+second beside transformers' continuous batching and its ``generate``.
 
 Each part runs in a process of its own for at most five minutes, and the results are written as each ends. What was
 predicted is beside what was found, as ``wanted`` and ``ok``. ``--small`` runs every part at the size that tests use,
@@ -32,6 +33,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "benchmarks")]
@@ -105,6 +107,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fused, launched one by one": {"is_recorded": False}, "modules": {"is_fused": False},
     "modules, launched one by one": {"is_fused": False, "is_recorded": False},
     "fused, KV in int8": {"kv": "int8"}, "fused, KV in e4m3": {"kv": "e4m3"},
+    "fused, weights in e4m3": {"is_float8": True},
 }
 
 
@@ -135,6 +138,8 @@ def parts_of(sizes: Sizes, device: str) -> dict[str, Callable[[], Any]]:
     parts: dict[str, Callable[[], Any]] = {"demo": lambda: demo(sizes, device)}
     for kind in sizes.kinds:
         parts[f"against transformers: {kind}"] = partial(against_transformers, kind, sizes, device)
+    parts[f"against transformers: {sizes.kinds[0]}, weights in e4m3"] = partial(
+        against_transformers, sizes.kinds[0], sizes, device, is_float8=True)
     for shape in sizes.products:
         parts[f"same bits: {shape}"] = partial(same_bits, *shape, sizes.rows, device)
     if device == "cuda":
@@ -256,16 +261,50 @@ def model_of(kind: str, sizes: dict[str, Any], device: str) -> Any:
         return transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16).eval()
 
 
-def against_transformers(kind: str, sizes: Sizes, device: str) -> dict[str, Any]:
-    """Errors of log-probabilities against float32, beside those of transformers in bfloat16; order of the batch."""
-    model = model_of(kind, sizes.model | ARCHITECTURES[kind], device)
-    exact = copy.deepcopy(model).float()
+def in_float8(model: Any, directory: str) -> None:
+    """Save a model whose layers, but for the output layer, are e4m3 with a scale for each output, and rows too; it gets
+    the numbers of its file.
+    """
+    tensors, floats = model.state_dict(), {"num_bits": 8, "type": "float", "symmetric": True}
+    head = model.get_output_embeddings()
+    if head.weight is model.get_input_embeddings().weight:
+        del tensors["lm_head.weight"]
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            scale = module.weight.detach().abs().amax(1, keepdim=True).float() / 448
+            codes = (module.weight.detach() / scale).to(torch.float8_e4m3fn)
+            tensors |= {f"{name}.weight": codes, f"{name}.weight_scale": scale}
+            module.weight.data = (codes.float() * scale).to(module.weight.dtype)
+    save_file({name: one.contiguous() for name, one in tensors.items()}, Path(directory) / "model.safetensors")
+    groups = {"all": {"targets": ["Linear"], "weights": {**floats, "strategy": "channel"},
+                      "input_activations": {**floats, "strategy": "token", "dynamic": True}}}
+    config = {**model.config.to_dict(), "architectures": [type(model).__name__], "dtype": "bfloat16",
+              "quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized",
+                                      "config_groups": groups, "ignore": ["lm_head"]}}
+    (Path(directory) / "config.json").write_text(json.dumps(config, default=str))
+
+
+def against_transformers(kind: str, sizes: Sizes, device: str, *, is_float8: bool = False) -> dict[str, Any]:
+    """Errors of log-probabilities against float32, beside those of transformers in bfloat16; order of the batch. With
+    weights in e4m3 these are of the numbers that they stand for.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        model = model_of(kind, sizes.model | ARCHITECTURES[kind], device)
+        exact = copy.deepcopy(model).float()
+        if is_float8:
+            in_float8(exact, directory)
+            model.load_state_dict(exact.state_dict())
+        return compared(model, exact, sizes, device, directory if is_float8 else None)
+
+
+def compared(model: Any, exact: Any, sizes: Sizes, device: str, directory: str | None) -> dict[str, Any]:
+    """The same of a model in bfloat16 and in float32; the engine takes what is in a directory, if there is one."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, sizes.model["vocab_size"], n).tolist() for n in sizes.prompts]
     params = SamplingParams(max_tokens=sizes.tokens, ignore_eos=True, prompt_logprobs=1)
     settings: dict[str, Any] = {"device": device, "dtype": "bfloat16", "max_num_batched_tokens": 128,
                                 "max_num_seqs": 8, "num_kv_blocks": 400, **ENGINE}
-    with Engine.from_pretrained(copy.deepcopy(model), **settings) as engine:
+    with Engine.from_pretrained(directory or copy.deepcopy(model), **settings) as engine:
         outputs = answer(engine, prompts, params)
         turned = answer(engine, prompts[::-1], params)[::-1]
         with overlapping(False):
@@ -273,7 +312,7 @@ def against_transformers(kind: str, sizes: Sizes, device: str) -> dict[str, Any]
         backend: Any = engine.components.runner.backend
         decoder, graphed = type(getattr(backend, "_decoder", None)).__name__, getattr(backend, "_graphed", None)
         is_recorded = graphed is not None and graphed.is_possible
-    with recording(False), Engine.from_pretrained(copy.deepcopy(model), **settings) as engine:
+    with recording(False), Engine.from_pretrained(directory or copy.deepcopy(model), **settings) as engine:
         launched = answer(engine, prompts, params)
     own, theirs, regrets = [], [], []
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -331,13 +370,10 @@ def copy_speed(sizes: Sizes) -> float:
 
 def steps(
     kind: str, rows: int, sizes: Sizes, *, is_fused: bool = True, is_recorded: bool = True, is_ahead: bool = True,
-    kv: str = "auto",
+    kv: str = "auto", is_float8: bool = False,
 ) -> dict[str, Any]:
     """Decode steps: wall clock, launches, and how long the GPU works in one; of one row beside what its bytes take."""
     model, rng = model_of(kind, sizes.shapes[kind], "cuda"), np.random.default_rng(0)
-    # Why without the embedding: one row of it is read, unless it is the output layer too.
-    num_bytes = sum(one.nbytes for one in model.parameters()) - (
-        0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes)
     settings: dict[str, Any] = {
         "device": "cuda", "dtype": "bfloat16", "max_num_batched_tokens": 8192, "max_num_seqs": max(8, rows),
         "num_kv_blocks": rows * 12 + 64, "kv_cache_dtype": kv, **ENGINE}
@@ -345,7 +381,15 @@ def steps(
         for how in (recording(is_recorded), overlapping(is_ahead)):
             stack.enter_context(how)
         took = stack.enter_context(decoding(is_fused))
+        if is_float8:
+            in_float8(model, directory := stack.enter_context(tempfile.TemporaryDirectory()))
+            model = directory
         engine = stack.enter_context(Engine.from_pretrained(model, **settings))
+        backend: Any = engine.components.runner.backend
+        model = backend.model
+        # Why without the embedding: one row of it is read, unless it is the output layer too.
+        num_bytes = sum(one.nbytes for one in (*model.parameters(), *model.buffers())) - (
+            0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.nbytes)
         for _ in range(rows):
             engine.add_request(rng.integers(3, sizes.shapes[kind]["vocab_size"], sizes.prompt).tolist(),
                                SamplingParams(max_tokens=3 * (sizes.warm + sizes.repeats), ignore_eos=True))

@@ -46,9 +46,9 @@ def run(script: ModuleType, out: Path, *parts: str, where: str = "--here") -> tu
 
 STEPS = "steps: llama, 1 rows, fused"
 QUICK = ["against transformers: llama", "same bits: (32, 64)", "GPU", STEPS,
-         "steps: llama, 1 rows, modules, launched one by one"]
-OTHERS = ["demo", f"{STEPS}, one step after the other", f"{STEPS}, launched one by one",
-          "steps: llama, 1 rows, modules", "completions: llama"]
+         "steps: llama, 1 rows, modules, launched one by one", f"{STEPS}, weights in e4m3"]
+OTHERS = ["demo", "against transformers: llama, weights in e4m3", f"{STEPS}, one step after the other",
+          f"{STEPS}, launched one by one", "steps: llama, 1 rows, modules", "completions: llama"]
 REFUSED = [f"{STEPS}, KV in int8", f"{STEPS}, KV in e4m3"]
 """What the reference does not store."""
 
