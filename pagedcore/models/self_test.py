@@ -8,7 +8,8 @@ function. It also finds out whether results depend on the schedule bit for bit.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -36,6 +37,9 @@ QUANTIZED_TOLERANCE: Final = 0.15
 """The same at least where rows may be quantised: a difference in the last bit can round a number to its neighbour."""
 INT8_KV_TOLERANCE: Final = 0.4
 """The same at least with KV in int8, which is compared with KV in the model's format."""
+_LARGEST: Final = 2.0**40
+"""What a module may give at most: a million times what trained models have. From 2**64 on, the squares that a norm sums
+are not finite and its result is zeros, which would pass for logits; and of scores beyond 2**30 attention makes NaN."""
 _OUTLIERS: Final = 0.25
 """Share of the tokens that may differ more in a coarse format, where a router's near tie can send a token elsewhere."""
 
@@ -44,7 +48,8 @@ class SelfTest:
     """The test of one model: its tokens, spread over the vocabulary, and what the model computes for them by itself."""
 
     def __init__(self, model: Any, block_size: int, least_tolerance: float = 0.0) -> None:
-        """Compute the expected logits [12, vocabulary] with a causal language model whose attention is its own.
+        """Compute the expected logits [12, vocabulary] with a causal language model whose attention is its own, and
+        note the largest number of each module.
 
         Its linear layers are its own too or have the quantised products of the paged path, which were compared with
         their weights one by one. ``least_tolerance`` is that of what the model does not do by itself.
@@ -53,7 +58,11 @@ class SelfTest:
         self._tokens = (np.arange(_NUM_TOKENS, dtype=np.int64) * 7919 + 17) % vocab_size
         self._dtype, device = format_and_device(model)
         input_ids = torch.from_numpy(self._tokens)[None].to(device)
-        self._expected: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0].float().cpu()
+        with _outputs_seen(model) as seen:
+            self._expected: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits[0].float().cpu()
+        largest = torch.stack([*seen.values()]).tolist() if seen else []
+        self._largest = [*zip(seen, largest, strict=True)]
+        """The largest magnitude that each module gave, in their order."""
         self._is_coarse = least_tolerance > 0 or self._dtype != torch.float32
         self._tolerance = max(_TOLERANCE[self._dtype], least_tolerance)
         self._block_size = block_size
@@ -112,6 +121,12 @@ class SelfTest:
     def _compare(self, actual: torch.Tensor) -> None:
         """Compare per token: the distance of the logits, relative to their spread around their mean."""
         expected, tolerance = self._expected, self._tolerance
+        for name, value in self._largest:
+            if not value <= _LARGEST:
+                raise ModelNotSupported(
+                    f"model: self-test failed. In a plain forward {name} gives numbers of up to {value:.3g}, needed "
+                    f"are finite ones up to {_LARGEST:.3g}. Its weights, or those before it, are damaged."
+                )
         if not expected.isfinite().all():
             raise ModelNotSupported("model: self-test failed. Its own logits are not finite; its weights are damaged.")
         spread = (expected - expected.mean(-1, keepdim=True)).norm(dim=-1).clamp_min(1e-30)
@@ -123,5 +138,31 @@ class SelfTest:
             raise ModelNotSupported(
                 f"model: self-test failed. Logits of {len(wrong)} of {_NUM_TOKENS} tokens differ from a plain forward "
                 f"by up to {error.max().item():.3g} of their spread (allowed {tolerance}), from token {wrong[0]} on, "
-                f"in {where}. The architecture does something that paged attention does not see."
+                f"in {where}. {self._why(actual)}"
             )
+
+    def _why(self, actual: torch.Tensor) -> str:
+        if actual.isfinite().all() or not self._largest:
+            return "The architecture does something that paged attention does not see."
+        name, value = max(self._largest, key=lambda one: one[1])
+        return f"They are not finite; the largest numbers of that forward are {value:.3g}, of {name}."
+
+
+@contextmanager
+def _outputs_seen(model: torch.nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Note the largest magnitude that each module gives, NaN if it gives one; nothing waits for a GPU."""
+    seen: dict[str, torch.Tensor] = {}
+
+    def note(name: str, _: Any, __: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.is_floating_point() and output.numel():
+            largest = output.detach().abs().amax().float()
+            seen[name] = torch.maximum(seen.get(name, largest), largest)
+
+    # Why not the last: a part of a product of several layers takes its numbers from the whole.
+    handles = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules()
+               if name and not name.endswith(".whole")]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()

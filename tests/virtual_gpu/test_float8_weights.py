@@ -7,14 +7,18 @@ import dataclasses
 import logging
 import math
 import random
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.cuda.test_elementwise import random_rows
+from pagedcore import Engine
 from pagedcore.cli.size import size_model
 from pagedcore.errors import ModelNotSupported
 from pagedcore.execution.devices import find_device
@@ -287,6 +291,78 @@ def test_what_weights_take_is_said_beforehand(kind: str, tmp_path: Path, gpus: M
     assert (backend.fingerprint == decoded.fingerprint) == (kind == "blocks")
     assert (said.settings["device"], said.memory) == ("cuda", gpus.memory_bytes)
     assert ("a byte a weight" in diagnose(tmp_path)["quantisation"]) == (kind != "blocks")
+
+
+def in_float64(directory: Path, config: Any, tokens: list[int]) -> tuple[Any, dict[str, float]]:
+    """Log-probabilities by NumPy in float64 of a file of one layer, and the largest number that each module gives."""
+    tensors = {name.removeprefix("model.layers.0.").removesuffix(".weight"): tensor.double().numpy()
+               for name, tensor in load_file(directory / "model.safetensors").items()}
+    largest = dict[str, float]()
+
+    def times(rows: Any, name: str) -> Any:
+        out = rows @ (tensors[name] * tensors.get(f"{name}.weight_scale", 1.0)).T
+        largest[name] = np.abs(out).max()
+        return out
+
+    def norm(rows: Any, name: str) -> Any:
+        return rows / np.sqrt((rows**2).mean(1, keepdims=True) + config.rms_norm_eps) * tensors[name]
+
+    def turned(rows: Any, num_heads: int) -> Any:
+        heads = rows.reshape(len(tokens), num_heads, 2, config.head_dim // 2)
+        angles = np.arange(len(tokens))[:, None] / 10000.0 ** (np.arange(config.head_dim // 2) / (config.head_dim // 2))
+        cos, sin, low, high = np.cos(angles)[:, None], np.sin(angles)[:, None], heads[:, :, 0], heads[:, :, 1]
+        return np.concatenate([low * cos - high * sin, high * cos + low * sin], 2).transpose(1, 0, 2)
+
+    residual, groups = tensors["model.embed_tokens"][tokens], config.num_attention_heads // config.num_key_value_heads
+    rows = norm(residual, "input_layernorm")
+    query, key = (turned(times(rows, f"self_attn.{name}"), count) for name, count in (
+        ("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)))
+    value = times(rows, "self_attn.v_proj").reshape(len(tokens), -1, config.head_dim).transpose(1, 0, 2)
+    scores = query @ key.repeat(groups, 0).transpose(0, 2, 1) / np.sqrt(config.head_dim)
+    scores = np.where(np.tri(len(tokens), dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(2, keepdims=True))
+    attended = weights / weights.sum(2, keepdims=True) @ value.repeat(groups, 0)
+    residual = residual + times(attended.transpose(1, 0, 2).reshape(len(tokens), -1), "self_attn.o_proj")
+    rows = norm(residual, "post_attention_layernorm")
+    gate = times(rows, "mlp.gate_proj")
+    gated = gate / (1 + np.exp(np.minimum(-gate, 700.0))) * times(rows, "mlp.up_proj")
+    logits = times(norm(residual + times(gated, "mlp.down_proj"), "model.norm"), "lm_head")
+    logits -= logits.max(1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(1, keepdims=True)), largest
+
+
+@pytest.mark.parametrize(("kind", "scale", "first"), [
+    ("channel", 1e-3, ""), ("channel", 100.0, "mlp.down_proj"), ("channel", 1e4, "self_attn.o_proj"),
+    ("fp8, dynamic", 1e30, "self_attn.q_proj"),
+])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_weights_beyond_what_float32_can_compute_are_refused(
+    kind: str, scale: float, first: str, device: str, tmp_path: Path, gpus: Machine
+) -> None:
+    """CPU and GPU give the log-probabilities of NumPy's float64, or the first layer and number that are too large."""
+    model = write(tmp_path, kind)
+    names = [name for name, _ in linear_names(model)]
+    tensors = load_file(tmp_path / "model.safetensors")
+    change_tensors(tmp_path, {f"{name}.weight_scale": torch.full_like(tensors[f"{name}.weight_scale"], scale)
+                              for name in names})
+    tokens = [(7919 * i + 17) % VOCAB for i in range(12)]
+    expected, largest = in_float64(tmp_path, model.config, tokens)
+    make: Any = on_gpu if device == "cuda" else Engine.from_pretrained
+    start = partial(make, tmp_path, dtype="bfloat16")
+    if first:
+        assert next(name for name, number in largest.items() if number > 2.0**40) == first
+        with pytest.raises(ModelNotSupported) as caught:
+            start()
+        number = re.search(rf"model\.layers\.0\.{first} gives numbers of up to (\S+),", str(caught.value))
+        assert number is not None
+        assert float(number[1]) == pytest.approx(largest[first], rel=0.25)
+        return
+    with start() as engine:
+        outputs = engine.generate([tokens], SamplingParams(max_tokens=1, prompt_logprobs=1), show_progress=False)
+    found = np.array([one.logprob for one in (outputs[0].prompt_logprobs or ())[1:]])
+    wanted = expected[range(11), tokens[1:]]
+    allowed = 0.02 if device == "cpu" else 2**-4 / math.sqrt(3) * math.sqrt(len(names))
+    assert np.abs(found - wanted).mean() < allowed * expected.std()
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.0), torch.tensor([1.0, 2.0]), torch.tensor(-1.0)])

@@ -192,11 +192,19 @@ def test_the_self_test_holds_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_damaged_weights_are_named_as_such() -> None:
-    """A model whose own logits are not finite is refused for that and not for its architecture."""
+    """A model whose own numbers are not finite is refused for that and not for its architecture, and so is one whose
+    numbers are so large that a norm makes zeros of them: the message names the module and the number."""
     model = tiny_model("llama")
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(ModelNotSupported, match="not finite"):
+    with pytest.raises(ModelNotSupported, match=r"model\.norm gives numbers of up to nan, needed are finite ones"):
+        take_over(model)
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight *= 1e25
+        expected = model(torch.tensor([[1, 2, 3]])).logits
+    assert not expected.any()
+    with pytest.raises(ModelNotSupported, match=r"layers\.0\.mlp\.down_proj gives numbers of up to [0-9.]+e\+2"):
         take_over(model)
 
 
