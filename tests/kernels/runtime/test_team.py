@@ -195,6 +195,8 @@ def test_helpers_hardly_spin_while_they_lose_their_cores_with_work_in_hand(team:
             team._words[at.LAST_LOSS_NS // 8] = time.monotonic_ns() + 10**12
     assert team._read(at.SHORT_UNTIL_NS) > team._read(at.LAST_LOSS_NS)
     team._words[at.SHORT_UNTIL_NS // 8] = time.monotonic_ns() + 10**12
+    # Two more that are close together would end it in a moment.
+    team._words[at.LAST_LOSS_NS // 8] = 0
     # The wait that is going on began before, and its end changes a bound in the middle; so does every later one if
     # nothing says otherwise. A helper that has joined a run has ended it; the caller alone may do those that are short.
     held = Held(team, 1)
@@ -204,6 +206,7 @@ def test_helpers_hardly_spin_while_they_lose_their_cores_with_work_in_hand(team:
     wait_until(lambda: num_asleep(team) == 1)
     team._words[(at.HELPERS + at.SPIN_NS) // 8] = 1_000_000
     for _ in range(20):
+        team._words[at.LAST_LOSS_NS // 8] = 0
         count(team, 1, 1)
         wait_until(lambda: num_asleep(team) == 1)
     assert team.counters().spin_ns == 1_000_000
