@@ -29,19 +29,21 @@ pytestmark = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pa
 
 BLOCK, NUM_BLOCKS = 4, 40
 LENGTHS = (20, 7, 33)
+HEAD: dict[str, Any] = {"head_dim": 32}
+"""As the demo model's heads, whose kernels other tests compile too."""
 _ROPE: dict[str, Any] = {"rope_theta": 1e4, "partial_rotary_factor": 1.0}
 
 #: Architecture, changes of its configuration, and the products of a layer that add a bias in their launch.
 KNOWN: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}, ()),
     "llama with biases": ("llama", {
-        "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"},
+        **HEAD, "attention_bias": True, "mlp_bias": True, "num_key_value_heads": 1, "hidden_act": "gelu_pytorch_tanh"},
         ("qkv", "output", "gate_up", "down")),
     "llama, rope of yarn": ("llama", {"rope_parameters": {
         "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}}, ()),
     "mistral": ("mistral", {"sliding_window": 8}, ()),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}, ("qkv",)),
-    "qwen3": ("qwen3", {}, ()),
+    "qwen3": ("qwen3", HEAD, ()),
     "phi3": ("phi3", {}, ()),
     "phi3, half of a head turned": ("phi3", {
         "hidden_size": 128, "rope_parameters": {**_ROPE, "rope_type": "default", "partial_rotary_factor": 0.5}}, ()),
@@ -51,11 +53,14 @@ KNOWN: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "smollm3": ("smollm3", {}, ()),
     "gemma": ("gemma", {}, ()),
     "gemma2": ("gemma2", {}, ()),
-    "gemma3": ("gemma3_text", {"tie_word_embeddings": True}, ()),
+    "gemma3": ("gemma3_text", {**HEAD, "tie_word_embeddings": True}, ()),
+    "mixtral": ("mixtral", HEAD, ()),
 }
 MIXTURES = ("mixtral", "qwen3_moe")
-FAST = ("llama with biases", "qwen3", "gemma3", "mixtral")
-OTHERS = ("granite", "olmo2", "gpt2")
+FAST = ("llama with biases", "gemma3")
+_HALF: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
+OTHERS = {"granite": _HALF, "olmo2": _HALF, "gpt2": {"n_head": 2}}
+"""What the kernels do not compute, with heads of the same size."""
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +101,7 @@ def launches_of(gpus: Machine, backend: TransformersModel, rows: list[tuple[int,
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=[] if name in FAST else [pytest.mark.kernels]) for name in KNOWN])
+    pytest.param(name, marks=[] if name in FAST else [pytest.mark.kernels]) for name in KNOWN if name not in MIXTURES])
 def test_a_decode_step_is_nine_launches_a_layer(name: str, gpus: Machine) -> None:
     """Besides, the tokens are looked up and the last states multiplied; chunks in company attend in two launches. With
     norms of what a layer adds there are two more.
@@ -117,12 +122,12 @@ def test_a_decode_step_is_nine_launches_a_layer(name: str, gpus: Machine) -> Non
 
 
 @pytest.mark.parametrize("name", [
-    *FAST, *(pytest.param(name, marks=pytest.mark.kernels)
-             for name in (*KNOWN, *MIXTURES, *OTHERS) if name not in FAST)])
+    *FAST, "mixtral", *(pytest.param(name, marks=pytest.mark.kernels)
+                        for name in (*KNOWN, "qwen3_moe", *OTHERS) if name not in (*FAST, "mixtral"))])
 def test_logits_are_those_of_the_modules(name: str, gpus: Machine) -> None:
     """The self-test passes, and chunks and decode rows in random company give transformers' own logits, by the fused
     decoder or by a model's own modules over the kernels' attention."""
-    family, changes, _ = KNOWN.get(name, (name, {}, ()))
+    family, changes, _ = KNOWN.get(name, (name, OTHERS.get(name, {}), ()))
     model = tiny_model(family, dtype=torch.bfloat16, **changes)
     sequences = random_sequences(LENGTHS, VOCAB)
     with torch.inference_mode():
@@ -146,7 +151,7 @@ def test_logits_are_those_of_the_modules(name: str, gpus: Machine) -> None:
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.kernels)])
 def test_half_of_a_layer_of_experts_is_six_launches(family: str, gpus: Machine) -> None:
     """The other half is transformers' own block, between one layer's second norm and the next one's first."""
-    model = tiny_model(family, dtype=torch.bfloat16)
+    model = tiny_model(family, dtype=torch.bfloat16, **HEAD)
     backend = on_gpu(model, runs_self_test=False)
     assert type(backend._decoder) is CudaDecoder
     backend._graphed = None
@@ -161,7 +166,7 @@ def test_half_of_a_layer_of_experts_is_six_launches(family: str, gpus: Machine) 
 @pytest.mark.parametrize("family", OTHERS)
 def test_other_models_are_computed_by_their_own_modules(family: str) -> None:
     """What the kernels do not compute keeps the general path."""
-    model = tiny_model(family, dtype=torch.bfloat16)
+    model = tiny_model(family, dtype=torch.bfloat16, **OTHERS[family])
     assert type(on_gpu(model, runs_self_test=False)._decoder) is PlainDecoder
 
 
@@ -172,14 +177,14 @@ def test_a_decoder_that_computes_something_else_is_not_used(
     right = CudaDecoder.__call__
     monkeypatch.setattr(CudaDecoder, "__call__", lambda self, *step: right(self, *step).flip(-1))
     with caplog.at_level(logging.WARNING, logger="pagedcore"):
-        backend = on_gpu(tiny_model("llama", dtype=torch.bfloat16))
+        backend = on_gpu(tiny_model("llama", dtype=torch.bfloat16, **HEAD))
     assert type(backend._decoder) is PlainDecoder
     assert "a slower decoder computes it" in caplog.text
 
 
 def test_hidden_states_are_those_of_the_modules() -> None:
     """What is pooled is the last norm's output, of the rows that are asked for."""
-    model = tiny_model("llama", dtype=torch.bfloat16)
+    model = tiny_model("llama", dtype=torch.bfloat16, **HEAD)
     (tokens,) = random_sequences((9,), VOCAB)
     with torch.inference_mode():
         expected = model.model(tokens[None]).last_hidden_state[0].float()
@@ -191,7 +196,7 @@ def test_hidden_states_are_those_of_the_modules() -> None:
 
 def test_joined_weights_are_in_memory_once(gpus: Machine) -> None:
     """Projections are parts of the joined weight, whatever it is that computes."""
-    backend = on_gpu(tiny_model("llama", dtype=torch.bfloat16), runs_self_test=False)
+    backend = on_gpu(tiny_model("llama", dtype=torch.bfloat16, **HEAD), runs_self_test=False)
     for layer in backend.model.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
         for first, *others in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
@@ -205,7 +210,7 @@ def test_batches_through_one_graph_are_those_without(gpus: Machine) -> None:
     """Three batches of other lengths, tables, numbers of rows and work replay the recording of four rows: each gives
     the bits that launches one by one give, by one copy, without an allocation or a wait, and in the same place.
     """
-    model = tiny_model("mistral", dtype=torch.bfloat16, sliding_window=8)
+    model = tiny_model("mistral", dtype=torch.bfloat16, sliding_window=8, **HEAD)
     backend, eager = on_gpu(model, runs_self_test=False), on_gpu(model, runs_self_test=False)
     eager._graphed = None
     backend.record_steps(4, NUM_BLOCKS * BLOCK)

@@ -17,7 +17,7 @@ from support.quantized_checkpoints import KINDS, write_checkpoint
 from virtual_gpu.backends import on_gpu
 from virtual_gpu.machine import Machine
 
-REPRESENTATIVES = ("ct-w8a8", "gptq-order", "awq", "bnb-nf4")
+REPRESENTATIVES = ("gptq-order",)
 
 
 def answers_of(model: Any) -> list[Any]:

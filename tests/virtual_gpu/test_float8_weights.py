@@ -42,7 +42,7 @@ from support.quantized_checkpoints import change_config, change_tensors, ct_conf
 from support.ragged_schedules import batch_of, random_schedule, random_sequences, random_tables, run_schedule
 from virtual_gpu.backends import on_gpu, shipped_kernels
 from virtual_gpu.machine import Machine
-from virtual_gpu.test_cuda_decoder import BLOCK, LENGTHS, NUM_BLOCKS, launches_of
+from virtual_gpu.test_cuda_decoder import BLOCK, HEAD, LENGTHS, NUM_BLOCKS, launches_of
 
 KERNELS = pytest.mark.skipif(bool(missing_compiler_parts()), reason="needs pagedcore[cuda] to compile kernels")
 _FLOAT8: dict[str, Any] = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
@@ -72,7 +72,8 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "blocks": (fp8("dynamic", weight_block_size=[128, 128]), "weight_scale_inv", ""),
     "weights alone": (ct("channel", None), "weight_scale", ""),
 }
-GEMMA: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama": HEAD, "gemma3_text": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}}
 ROW_SCALE = 0.0473
 """Of static rows: 448 times it is more than any number of them, as it is where files are made."""
 
@@ -163,7 +164,7 @@ def test_logits_are_as_far_off_as_rows_are_rounded(kind: str, family: str, tmp_p
     step are alike; independent errors of a product's inputs leave its outputs that far off, and those of products add
     up as squares do.
     """
-    model = write(tmp_path, kind, family, **(GEMMA if family == "gemma3_text" else {}))
+    model = write(tmp_path, kind, family, **CHANGES.get(family, {}))
     sequences = random_sequences(LENGTHS, VOCAB)
     rng = random.Random(3)
     tables = random_tables(rng, LENGTHS, BLOCK, NUM_BLOCKS)
@@ -186,7 +187,7 @@ def test_logits_are_as_far_off_as_rows_are_rounded(kind: str, family: str, tmp_p
 @KERNELS
 def test_a_decode_step_is_thirteen_launches_a_layer(tmp_path: Path, gpus: Machine) -> None:
     """Rows are quantised once for query, key and value, and once for gate and up; joined weights are in memory once."""
-    write(tmp_path, "channel")
+    write(tmp_path, "channel", **HEAD)
     with shipped_kernels(gpus):
         backend = backend_of(loaded(tmp_path), runs_self_test=False)
         backend._graphed = None
@@ -202,11 +203,12 @@ def test_a_decode_step_is_thirteen_launches_a_layer(tmp_path: Path, gpus: Machin
 
 
 @KERNELS
-@pytest.mark.parametrize("family", ["llama", pytest.param("granite", marks=pytest.mark.kernels)])
+@pytest.mark.kernels
+@pytest.mark.parametrize("family", ["llama", "granite"])
 def test_batches_through_one_graph_are_those_without(family: str, tmp_path: Path, gpus: Machine) -> None:
     """Batches that replay the recording of four rows give the bits of launches one by one, and of rows alone; nothing
     is allocated or waited for."""
-    write(tmp_path, "channel", family)
+    write(tmp_path, "channel", family, **CHANGES.get(family, {}))
     with shipped_kernels(gpus):
         backend, eager = (backend_of(loaded(tmp_path), runs_self_test=False) for _ in range(2))
         eager._graphed = None

@@ -123,6 +123,7 @@ def test_random_company_changes_no_token(seed: int, share: float, gpus: Machine)
         assert_all_free(engine)
 
 
+@pytest.mark.kernels
 def test_streams_of_an_async_engine_are_the_same(gpus: Machine) -> None:
     """All at once through an engine on a thread of its own: every stream has the tokens that its request gets alone."""
     asked = [one for one in wanted(len(FORMS), 3) if one[1].num_sequences == 1]

@@ -21,10 +21,11 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 SHARED_BYTES = {"sm_80": 166912, "sm_86": 101376, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "sm_120": 101376}
 """What a CTA can have on GPUs of each architecture, by NVIDIA's tables of compute capabilities."""
 REGISTERS_PER_SM = 65536
-FAST = [("decode-bf16-bf16-64-64", "sm_90"), ("prefill-bf16-bf16-64-64", "sm_90"), ("rotate-bf16-bf16-halves", "sm_90"),
-        ("decode-bf16-int8-64-64", "sm_90"), ("prefill-bf16-int8-64-64", "sm_90"), ("rotate-bf16-e4m3-halves", "sm_90"),
-        ("norm-bf16-1", "sm_90"), ("gated-bf16-silu", "sm_90"), ("quantize-bf16", "sm_90"),
-        ("sample", "sm_90")]
+FAST = [("decode-bf16-bf16-32-32", "sm_90"), ("prefill-bf16-bf16-32-32", "sm_90"), ("rotate-bf16-bf16-halves", "sm_90"),
+        ("decode-bf16-int8-32-32", "sm_90"), ("prefill-bf16-int8-32-32", "sm_90"),
+        ("rotate-f16-e4m3-interleaved", "sm_90"), ("norm-bf16-1", "sm_90"), ("gated-bf16-silu", "sm_90"),
+        ("quantize-bf16", "sm_90"), ("sample", "sm_90")]
+"""Attention with the demo model's head size, which is compiled where it is needed: other tests need it too."""
 EVERYTHING = [
     pytest.param(name, arch, marks=pytest.mark.kernels)
     for arch in ARCHITECTURES for name in shipped_names(parse_arch(arch)) if (name, arch) not in FAST
@@ -73,17 +74,18 @@ def test_every_shipped_kernel_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(("name", "arch"), [*FAST, *EVERYTHING])
-def test_a_shipped_kernel_fits_the_gpu(name: str, arch: str) -> None:
+def test_a_kernel_fits_the_gpu(name: str, arch: str) -> None:
     """It links, spills nothing, has no stack, and so few registers that as many CTAs run at once as was asked for."""
     source, ptx = compiled(name, arch)
     cubin, resources = link(ptx, arch)
     assert cubin[:4] == b"\x7fELF"
     assert resources.stack_bytes + resources.spill_bytes == 0
     assert resources.registers <= REGISTERS_PER_SM // (source.threads * source.ctas_per_sm)
-    limits = documented()[name, arch]
-    assert (source.threads, source.shared_bytes) == (limits.threads, limits.shared_bytes)
-    if linker_version() >= LINKER_OF_THE_TABLE:
-        assert resources.registers <= limits.registers + MORE_REGISTERS
+    if name in shipped_names(parse_arch(arch)):
+        limits = documented()[name, arch]
+        assert (source.threads, source.shared_bytes) == (limits.threads, limits.shared_bytes)
+        if linker_version() >= LINKER_OF_THE_TABLE:
+            assert resources.registers <= limits.registers + MORE_REGISTERS
     missing = [text for text in WANTED[name.partition("-")[0]] if text not in ptx]
     assert not missing
     assert ".local" not in ptx
@@ -126,7 +128,7 @@ def test_gates_have_the_ptx_that_ships(name: str, arch: str) -> None:
     assert own == whole
 
 
-@pytest.mark.parametrize("name", ["decode-bf16-bf16-64-64", "prefill-bf16-bf16-64-64"])
+@pytest.mark.parametrize("name", ["decode-bf16-bf16-32-32", "prefill-bf16-bf16-32-32"])
 def test_sums_are_not_left_to_the_compiler(name: str) -> None:
     """Every float32 addition, product and fused product names its rounding, so that no tool may reorder or fuse it."""
     _, ptx = compiled(name, "sm_90")

@@ -26,13 +26,17 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("cuda_counts")
 
 
-@pytest.mark.parametrize(("pool", "conflicts"), [(Format.BF16, 0), (Format.INT8, 32)])
-@pytest.mark.parametrize("family", ["decode", "prefill"])
-def test_a_tile_costs_no_more_than_it_has_to(counts: Any, family: str, pool: Format, conflicts: int) -> None:
+@pytest.mark.parametrize(("family", "size", "pool", "conflicts"), [
+    ("prefill", 32, Format.BF16, 64), ("decode", 32, Format.INT8, 16),
+    *(pytest.param(family, 64, *each, marks=pytest.mark.kernels)
+      for each in ((Format.BF16, 0), (Format.INT8, 32)) for family in ("decode", "prefill"))])
+def test_a_tile_costs_no_more_than_it_has_to(
+    counts: Any, family: str, size: int, pool: Format, conflicts: int
+) -> None:
     """The fewest products; each byte of K and V once; a block's number a warp for K and one for V; no bank conflicts
     but those of copies to rows of 64 bytes, of which eight lanes write two.
     """
-    shape = AttentionShape(64, 64, Format.BF16, pool)
+    shape = AttentionShape(size, size, Format.BF16, pool)
     tile = counts.count_tile(compiled(attention_name(family, shape), "sm_90")[1], family, shape, 7, 2)
     products, kv_bytes = counts.floor(family, shape)
     numbers = 2 * WARPS
