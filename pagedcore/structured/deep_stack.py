@@ -33,7 +33,8 @@ def _wait_for_the_end() -> None:
         left, _threads = _threads or (), None
         end = time.monotonic() + limits.MAX_COMPILING_S
     for thread in left:
-        thread.join(max(0.0, end - time.monotonic()))
+        if thread.ident is not None:
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 class DeepStack:
@@ -55,9 +56,11 @@ class DeepStack:
         with self._changed:
             if not self._changed.wait_for(lambda: self._shares.take(owner), self._limit_s):
                 raise GrammarsBusy("no thread that compiles grammars was free")
-        results, failures = list[_T](), list[BaseException]()
+        results, failures, has_begun = list[_T](), list[BaseException](), threading.Lock()
 
         def run() -> None:
+            if not has_begun.acquire(blocking=False):
+                return
             try:
                 results.append(work())
             except BaseException as error:  # of any kind: the caller gets it
@@ -72,12 +75,14 @@ class DeepStack:
                     raise GrammarsBusy("the interpreter ends")
                 before = threading.stack_size(STACK_BYTES)
                 try:
-                    thread.start()
+                    # Why first: an interrupt that comes in between must not leave a thread that nobody waits for.
                     _threads.add(thread)
+                    thread.start()
                 finally:
                     threading.stack_size(before)
         except BaseException as error:
-            if thread.ident is None:
+            # Why so: a thread that is interrupted in its start may still begin, and does nothing then.
+            if has_begun.acquire(blocking=False):
                 self._give_back(owner)
             if isinstance(error, RuntimeError):
                 raise GrammarsBusy("no thread could be started") from error

@@ -31,6 +31,24 @@ def test_ctrl_c_ends_the_wait_and_not_the_thread() -> None:
     assert threading.stack_size() == 0
 
 
+def test_an_interrupt_before_the_thread_has_begun_frees_its_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may let it begin later; then it does no work and gives nothing back."""
+    stack, late, done = DeepStack(1, 60.0), list[threading.Thread](), list[int]()
+
+    def interrupted(thread: threading.Thread) -> None:
+        late.append(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stack.run(lambda: done.append(1))
+    late[0].start()
+    late[0].join()
+    assert done == []
+    assert [stack._shares.take(b"") for _ in range(2)] == [True, False]
+
+
 _HOST = """
 import contextlib, threading
 from pagedcore.errors import GrammarsBusy
