@@ -4,6 +4,7 @@ import json
 import os
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -108,9 +109,10 @@ def test_encoding_is_safe_from_many_threads_and_starts_none() -> None:
     """Threads that encode and decode together get what one thread gets, and calls leave no worker thread behind."""
     tokenizer, texts = chat_tokenizer(), [f"text {i} Größe 🙂" * 20 for i in range(40)]
     expected = [tokenizer.encode(text) for text in texts]
-    num_threads = len(os.listdir("/proc/self/task"))
+    # Why not their number: one of an earlier test may end meanwhile.
+    before = set(os.listdir("/proc/self/task"))
     assert [tokenizer.encode(text) for text in texts] == expected
-    assert len(os.listdir("/proc/self/task")) == num_threads
+    assert set(os.listdir("/proc/self/task")) <= before
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(tokenizer.encode, texts)) == expected
         assert list(pool.map(tokenizer.decode, expected)) == texts
@@ -128,7 +130,10 @@ def test_others_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
     sys.setswitchinterval(60)
     try:
         may_run.set()
-        token_ids = tokenizer.encode(text)
+        token_ids, end_s = tokenizer.encode(text), time.monotonic() + 30
+        # Why again: on a busy machine the other one may be late for one encoding; if none lets it in, it is for all.
+        while not has_run.is_set() and time.monotonic() < end_s:
+            tokenizer.encode(text)
         assert has_run.is_set()
     finally:
         sys.setswitchinterval(interval)
