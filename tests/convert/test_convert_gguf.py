@@ -76,14 +76,14 @@ LLAMA_3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_fre
 
 
 def factors_of_llama_3() -> np.ndarray[Any, Any]:
-    """What llama.cpp's converter writes for ``LLAMA_3`` and heads of 64, in its own words."""
+    """What llama.cpp's converter writes for ``LLAMA_3`` and heads of 16, in its own words."""
     factors = []
-    for frequency in 1.0 / 10000.0 ** (np.arange(0, 64, 2) / 64):
+    for frequency in 1.0 / 10000.0 ** (np.arange(0, 16, 2) / 16):
         length = 2 * np.pi / frequency
         smooth = (8192 / length - 1.0) / (4.0 - 1.0)
         middle = 1 / ((1 - smooth) / 8.0 + smooth)
         factors.append(1.0 if length < 8192 / 4 else 8.0 if length > 8192 else middle)
-    assert len({*factors}) > 3
+    assert len({*factors}) > 2
     return np.array(factors)
 
 
@@ -98,8 +98,8 @@ def test_factors_of_frequencies_become_the_parameters_of_llama_3(tmp_path: Path)
 
 def test_other_factors_are_refused_by_name(tmp_path: Path) -> None:
     """Those that no configuration can say, one of them a little off; nothing is written."""
-    off = factors_of_llama_3() * np.where(np.arange(32) == 20, 1.001, 1.0)
-    for factors in (np.full(32, 2.0), off):
+    off = factors_of_llama_3() * np.where(np.arange(8) == 5, 1.001, 1.0)
+    for factors in (np.full(8, 2.0), off):
         tensors = {"rope_freqs.weight": floats("f32", factors)}
         write_model(tmp_path / "model.gguf", more_tensors=tensors, num_hidden_layers=1)
         with pytest.raises(ModelNotSupported, match=r"rope_freqs\.weight has factors that are not those of Llama 3"):

@@ -432,14 +432,15 @@ def _turning(config: Any) -> dict[str, Tensor]:
 #: What a model's matrices are in, in turn: as in files that are called Q4_K_M, of several types.
 MIXED = ("q4_k", "q4_k", "q6_k")
 #: What llama.cpp takes every model of a family to be, windows of Qwen besides, which it does not have.
-_MEANT: dict[str, dict[str, Any]] = {"gemma3_text": {"layer_types": None, "query_pre_attn_scalar": 64},
+_MEANT: dict[str, dict[str, Any]] = {"gemma3_text": {"layer_types": None, "query_pre_attn_scalar": 16},
                                      "gemma4_text": {"hidden_size_per_layer_input": 256},
                                      "gpt_oss": {"attention_bias": True, "intermediate_size": 256},
                                      "qwen3_moe": {"norm_topk_prob": True, "moe_intermediate_size": 256},
                                      "qwen3_5_moe_text": {"moe_intermediate_size": 256,
                                                           "shared_expert_intermediate_size": 256}}
-SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_attention_heads": 4,
-                         "num_key_value_heads": 2}
+#: Heads of the sizes that other tests compile kernels for.
+SIZES: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 16, "num_attention_heads": 16,
+                         "num_key_value_heads": 8}
 
 
 def write_model(

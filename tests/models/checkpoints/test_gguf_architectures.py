@@ -31,13 +31,13 @@ GEMMA: dict[str, Any] = {"full_attention": {"rope_type": "linear", "rope_theta":
 #: As E2B is: embeddings of each layer, the last layers read the keys of others and are wider, and heads of two sizes.
 GEMMA_4_E: dict[str, Any] = {
     "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
-    "use_double_wide_mlp": True, "hidden_size_per_layer_input": 256, "global_head_dim": 128, "sliding_window": 8,
+    "use_double_wide_mlp": True, "hidden_size_per_layer_input": 256, "global_head_dim": 32, "sliding_window": 8,
     "final_logit_softcapping": 30.0,
 }
 #: As 31B is: layers that see all have fewer heads of keys, which are values too.
 GEMMA_4_DENSE: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
-    "num_global_key_value_heads": 1, "global_head_dim": 96, "sliding_window": 8,
+    "num_global_key_value_heads": 4, "global_head_dim": 32, "sliding_window": 8,
     "rope_parameters": {
         "full_attention": {"rope_type": "proportional", "rope_theta": 5e5, "partial_rotary_factor": 0.5},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}},
@@ -47,9 +47,9 @@ DELTA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 64, "linear_value_head_dim": 64,
 }
-FACTORS = {"short_factor": [1.0 + number / 50 for number in range(24)], "long_factor": [2.0] * 24}
-#: Angles of Phi-4-mini, of three quarters of a head; one of the prompts is longer than the original context.
-LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **FACTORS,
+FACTORS = {"short_factor": [1.0 + number / 50 for number in range(4)], "long_factor": [2.0] * 4}
+#: Angles of Phi-4-mini, which turn a part of a head; one of the prompts is longer than the original context.
+LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5, **FACTORS,
                         "original_max_position_embeddings": 24, "attention_factor": 1.3}
 LONG_TENSORS = {f"rope_factors_{name}.weight": floats("f32", np.array(FACTORS[f"{name}_factor"]))
                 for name in ("long", "short")}
@@ -75,7 +75,7 @@ OSS: dict[str, Any] = {**YARN, "beta_fast": 0.5, "beta_slow": 0.1, "truncate": F
     ("gpt_oss", ("mxfp4", "q8_0"), {}, {
         "sliding_window": 8, "rope_parameters": OSS, **SHORT_CONTEXT}),
     ("glm4", ("q5_0", "mxfp4"), {}, {"attention_bias": True}),
-    ("lfm2", ("q4_k", "q6_k"), {}, {"layer_types": ["conv", "full_attention"], "head_dim": 64, "conv_bias": False}),
+    ("lfm2", ("q4_k", "q6_k"), {}, {"layer_types": ["conv", "full_attention"], "conv_bias": False}),
     ("lfm2", ("q8_0", "q5_0"), {}, {
         "layer_types": ["full_attention", "conv"], "conv_bias": True, "tie_word_embeddings": True}),
     ("qwen3_5_text", ("q4_k", "q6_k", "q8_0"), {}, DELTA),
@@ -118,7 +118,8 @@ def test_gates_of_experts_may_be_of_another_type(family: str, kinds: tuple[str, 
 
 def fields_of(path: Path, family: str, **changes: Any) -> dict[str, Any]:
     """What the configuration says of a file of numbers."""
-    write_model(path, family, ("f16",), hidden_size=32, head_dim=16, intermediate_size=32, **changes)
+    write_model(path, family, ("f16",), hidden_size=32, intermediate_size=32, num_attention_heads=4,
+                num_key_value_heads=2, **changes)
     return GGUF(str(path)).config().to_dict()
 
 
@@ -190,7 +191,7 @@ def test_mistral_without_a_temperature_is_mistral(tmp_path: Path) -> None:
     ("qwen3_moe", {"qwen3moe.expert_count": 2**31 - 1}, {}, r"ffn_gate_exps.weight is of shape \[4, "),
     ("qwen3_moe", {"qwen3moe.expert_count": None}, {}, "expert_count is None, needed is a size"),
     ("gpt_oss", {"gpt-oss.expert_count": 3}, {}, r"is of shape \[4, .*needed is \[3, "),
-    ("gemma3_text", {}, {"rope_freqs.weight": floats("f32", np.ones(32))}, "rope_freqs.weight is no tensor"),
+    ("gemma3_text", {}, {"rope_freqs.weight": floats("f32", np.ones(8))}, "rope_freqs.weight is no tensor"),
     ("gemma4_text", {"gemma4.expert_count": 128}, {}, "its expert_count is 128"),
     ("gemma4_text", {"gemma4.attention.sliding_window_pattern": [False, True]}, {}, "needed is false for the last"),
     ("gemma4_text", {"gemma4.attention.sliding_window_pattern": 2}, {}, "needed is true or false for each of 2"),
@@ -199,7 +200,7 @@ def test_mistral_without_a_temperature_is_mistral(tmp_path: Path) -> None:
     ("gemma4_text", {"gemma4.attention.head_count_kv": [2, 3]}, {}, "one number for each kind of layers, and divisors"),
     ("gemma4_text", {"gemma4.attention.head_count_kv": [2, 2, 2]}, {}, "or one for each of 2 layers"),
     ("gemma4_text", {"gemma4.feed_forward_length": [512, 1024]}, {}, "needed is one size, and one or twice that"),
-    ("gemma4_text", {"gemma4.rope.dimension_count_swa": 32}, {}, "dimension_count_swa is 32, needed is 64"),
+    ("gemma4_text", {"gemma4.rope.dimension_count_swa": 32}, {}, "dimension_count_swa is 32, needed is 16"),
     ("gemma4_text", {"gemma4.rope.scaling.type": "linear", "gemma4.rope.scaling.factor": 2.0}, {}, "needed is none"),
     ("gemma4_text", {}, {"rope_freqs.weight": floats("f32", np.full(256, 8.0))}, "has other values than 1"),
     ("gemma4_text", {"tokenizer.ggml.suppress_tokens": ["a"]}, {}, "needed are ids of tokens"),
@@ -220,7 +221,7 @@ def test_mistral_without_a_temperature_is_mistral(tmp_path: Path) -> None:
     ("qwen3_5_text", {}, {"blk.0.ssm_dt.bias": floats("f32", np.zeros(3))}, r"ssm_dt.bias is of shape \[3\], needed"),
     ("llama", {"llama.feed_forward_length": [512, 512]}, {}, "needed is a size"),
     ("gemma3_text", {"gemma3.attention.sliding_window_pattern": [1, 0]}, {}, r"pattern is \[1, 0\], needed is a size"),
-    ("phi3", {"phi3.rope.dimension_count": 63}, {}, "rope.dimension_count is 63, and its heads are of 64"),
+    ("phi3", {"phi3.rope.dimension_count": 15}, {}, "rope.dimension_count is 15, and its heads are of 16"),
     ("phi3", {"phi3.rope.scaling.type": "longrope"}, {}, "needed are rope_factors_long.weight and rope_factors_short"),
     ("ministral3", {"mistral3.rope.scaling.type": "none"}, {}, "temperature_scale is 0.3.*, needed is none without"),
     ("qwen3", {"qwen3.rope.scaling.type": "yarn", "qwen3.rope.scaling.factor": 4.0}, {}, "context_length is None"),
