@@ -163,7 +163,7 @@ def test_callers_of_an_engine_that_launches_ahead(has_faults: bool) -> None:
     """Streams, futures, sessions, forks, files, cancels, lost readers, failing and undone steps: every completion is
     the oracle's, each request ends once, every law holds between two calls, and nothing is left."""
     num_looked_up = num_preempted = 0
-    for seed in range(first_seed(), first_seed() + scaled(12)):
+    for seed in range(first_seed(), first_seed() + scaled(8)):
         simulation = EngineSimulation(
             700 + seed, has_faults, has_formation=seed % 3 == 0, is_ahead=True, keeps_states=seed % 4 == 3,
             has_windows=seed % 4 == 1).run()
@@ -329,8 +329,8 @@ def test_a_call_may_break_off_at_any_line(keeps_states: bool, monkeypatch: pytes
     monkeypatch.setattr(chunk_ends, "LEAST_SAVED", 1)
     monkeypatch.setattr(Scenario, "is_ahead", True)
     monkeypatch.setattr(Scenario, "keeps_states", keeps_states)
-    explore(lose, Lost, 30, seed=7)
-    explore(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, 15, seed=8)
+    explore(lose, Lost, 20, seed=7)
+    explore(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, 5, seed=8)
 
 
 # What comes between two calls ----------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def explore(act: Callable[[], None], raised: type[BaseException], num_points: in
 def test_a_step_may_break_off_at_any_line() -> None:
     """An exception from outside, at lines chosen by a seed: all laws hold at once, every request completes with its own
     tokens, text and log-probabilities, and no block is held in the end."""
-    explore(lose, Lost, 60, seed=1)
+    explore(lose, Lost, 40, seed=1)
 
 
 def test_a_step_in_which_sequences_become_long_may_break_off_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_step_with_drafts_may_break_off_too(monkeypatch: pytest.MonkeyPatch) -
     scenario.finish()
     assert scenario.results() == plain
     assert 4 < scenario.engine.stats().num_accepted_tokens < scenario.engine.stats().num_drafted_tokens
-    explore(lose, Lost, 25, seed=5)
+    explore(lose, Lost, 20, seed=5)
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])
@@ -102,7 +102,7 @@ def test_a_step_of_a_model_with_states_may_break_off_too(has_drafts: bool, monke
     monkeypatch.setattr(Scenario, "keeps_states", True)
     monkeypatch.setattr(Scenario, "has_drafts", has_drafts)
     assert expected() == plain
-    explore(lose, Lost, 25, seed=6)
+    explore(lose, Lost, 20, seed=6)
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
@@ -116,8 +116,8 @@ def test_a_step_of_a_model_with_windows_may_break_off_too(is_ahead: bool, monkey
     scenario.finish()
     assert scenario.results() == plain
     assert scenario.engine.stats().num_windows_evicted > 0
-    explore(lose, Lost, 12, seed=11)
-    explore(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, 12, seed=12)
+    explore(lose, Lost, 8, seed=11)
+    explore(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, 4, seed=12)
 
 
 def test_a_change_may_break_off_at_every_line() -> None:
@@ -138,7 +138,7 @@ def test_a_change_may_break_off_at_every_line() -> None:
 
 def test_ctrl_c_comes_at_any_line() -> None:
     """A real signal under Python's own handler: raised by that step, and otherwise as above."""
-    explore(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, 40, seed=2)
+    explore(lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt, 20, seed=2)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -17,7 +17,7 @@ from scheduler_lives.laws import require_true_contents
 from scheduler_lives.simulator import Simulation, hybrid_life
 from support.doubles import FakeClock, FlakyBackend, ToyStore, make_scheduler, make_sequence, toy_answer
 
-SEEDS_PER_TEST = 75
+SEEDS_PER_TEST = 50
 each_range = pytest.mark.parametrize("first_seed", [
     pytest.param(seed, marks=[pytest.mark.slow] if seed else []) for seed in range(0, 1050, SEEDS_PER_TEST)
 ])
@@ -80,7 +80,7 @@ def test_lives_with_a_short_context(has_faults: bool) -> None:
 def test_lives_with_readers(has_faults: bool) -> None:
     """Sequences whose hidden states are read get each wanted position once, whatever is preempted, shared or computed
     again, end after the last one, and change no token of the others."""
-    for seed in range(80):
+    for seed in range(50):
         Simulation(seed, has_faults, has_policies=seed % 2 == 0, has_readers=True).run()
 
 
@@ -94,9 +94,9 @@ def windowed_life(seed: int) -> Simulation:
 def test_lives_with_windows() -> None:
     """A model whose layers give up what has left their window gives the same completions, whatever is shared, evicted,
     preempted, cut or broken off; no row reads a window block that it does not hold, and prefixes are found."""
-    lives = [windowed_life(seed).scheduler for seed in range(100)]
-    assert sum(one.counters.num_cached_tokens > 0 for one in lives) > 30
-    assert sum(one.stats().num_windows_evicted > 0 for one in lives) > 30
+    lives = [windowed_life(seed).scheduler for seed in range(60)]
+    assert sum(one.counters.num_cached_tokens > 0 for one in lives) > 18
+    assert sum(one.stats().num_windows_evicted > 0 for one in lives) > 18
 
 
 @pytest.mark.slow
@@ -109,9 +109,9 @@ def test_many_lives_with_windows() -> None:
 def test_lives_with_states() -> None:
     """A model whose logits follow from the state that a row began from gives the same completions, whatever is shared,
     evicted, preempted, swapped, cut or broken off; and states are found, and come back from the host."""
-    counters = [hybrid_life(seed, has_faults=seed % 2 == 1).run().scheduler.counters for seed in range(150)]
-    assert sum(one.num_cached_tokens > 0 for one in counters) > 40
-    assert sum(one.num_states_swapped_in > 0 for one in counters) > 8
+    counters = [hybrid_life(seed, has_faults=seed % 2 == 1).run().scheduler.counters for seed in range(70)]
+    assert sum(one.num_cached_tokens > 0 for one in counters) > 20
+    assert sum(one.num_states_swapped_in > 0 for one in counters) > 3
 
 
 @pytest.mark.slow
@@ -140,7 +140,7 @@ def test_a_hundred_thousand_lives(has_faults: bool) -> None:
 
 def test_a_seed_leaves_the_same_trace_every_time() -> None:
     """Nothing but the seed decides: no clock, no hash order, no state of the process."""
-    for seed in range(20):
+    for seed in range(10):
         first, second = Simulation(seed, has_faults=True).run(), Simulation(seed, has_faults=True).run()
         assert first.trace == second.trace
 
