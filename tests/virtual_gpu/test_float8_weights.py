@@ -28,7 +28,13 @@ from pagedcore.models.decoders.cuda_decoder import CudaDecoder
 from pagedcore.models.decoders.plain import PlainDecoder
 from pagedcore.models.diagnosis import diagnose
 from pagedcore.models.linears.decoded_weights import decode_weights
-from pagedcore.models.linears.float8_linear import Float8Linear, keep_float8, launch_quantizers, quantize_rows
+from pagedcore.models.linears.float8_linear import (
+    Float8Linear,
+    keep_float8,
+    launch_quantizers,
+    quantize_rows,
+    why_no_float8,
+)
 from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.sampling_params import SamplingParams
 from pagedcore_kernels.cuda.attention.backend import NumbaCudaAttention
@@ -81,6 +87,10 @@ ROW_SCALE = 0.0473
 def write(directory: Path, kind: str, family: str = "llama", **changes: Any) -> Any:
     """Save a tiny model whose linear layers are e4m3, but for the output layer; return it with these numbers."""
     model, (config, scale_name, row_scale) = tiny_model(family, **{"num_hidden_layers": 1, **changes}), KINDS[kind]
+    if "attention_bias" in changes:  # which are zeros in a new model
+        for number, (name, _) in enumerate(linear_names(model)):
+            if (bias := model.get_submodule(name).bias) is not None:
+                bias.data = torch.randn(bias.shape, generator=torch.Generator().manual_seed(number))
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
     for name, _ in linear_names(model):
@@ -251,6 +261,39 @@ def test_company_swaps_and_cached_prefixes_change_no_token(kind: str, tmp_path: 
     assert alone[0][0] == alone[0][1]
 
 
+@pytest.mark.parametrize(("kind", "number"), [
+    ("channel", torch.nan), ("tensor, static", torch.inf),
+    *(pytest.param(*one, marks=pytest.mark.kernels) for one in (
+        ("channel", torch.inf), ("channel", 3e38), ("tensor, static", torch.nan), ("tensor, static", 3e38),
+        ("fp8, dynamic", torch.nan), ("fp8, static", -torch.inf))),
+])
+def test_a_row_that_is_not_finite_spoils_itself_alone(
+    kind: str, number: float, tmp_path: Path, gpus: Machine
+) -> None:
+    """Beside a request with a token whose embedding is damaged, others have the tokens and log-probabilities, to the
+    last bit, that they have alone, in chunks and decode steps, and then in the blocks that the first leaves."""
+    write(tmp_path, kind)
+    damaged = 6
+    assert damaged not in {(7919 * place + 17) % VOCAB for place in range(12)}, "the self-test has this token"
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    embedding[damaged] = number
+    change_tensors(tmp_path, {"model.embed_tokens.weight": embedding})
+    asked = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=2)
+    prompts = [list(range(20, 33)), [40, damaged, 41, 42], [60, 61, 62]]
+    with on_gpu(tmp_path, dtype="bfloat16", enable_prefix_caching=False) as engine:
+        def answer(*numbers: int) -> list[Any]:
+            requests = [engine.add_request(prompts[number], asked) for number in numbers]
+            run(engine)
+            return [request.output().outputs[0] for request in requests]
+
+        alone = [answer(number)[0] for number in (0, 2)]
+        together, after = answer(0, 1, 2), answer(0, 2)
+    for found in ((together[0], together[2]), after):
+        assert [(one.token_ids, one.logprobs) for one in found] == [(one.token_ids, one.logprobs) for one in alone]
+        assert all(one.finish_reason == "length" for one in found)
+    assert number == 3e38 or together[1].finish_reason == "error"
+
+
 @pytest.mark.parametrize(("kind", "capability", "changes", "said", "num_kept"), [
     ("channel", (9, 0), {}, "7 linear layers stay in e4m3", 7),
     ("channel", (8, 6), {}, "only supported on CUDA devices with compute capability >= 9.0 or 8.9", 0),
@@ -404,4 +447,34 @@ def test_rows_by_torch_are_those_of_the_kernel() -> None:
     assert torch.equal(scales[3:], rows[3:].float().abs().amax(1, keepdim=True) / 448)
     assert not codes[:3].float().any()
     assert (codes[3:].float() * scales[3:] - rows[3:]).abs().max() < 2**-4 * rows[3:].abs().max()
-    assert quantize_rows(rows[3:], 1e-3)[0].float().abs().max() == 448
+    codes, scales = quantize_rows(rows, 1e-3)
+    assert codes[3:].float().abs().max() == 448
+    assert not codes[:3].float().any()
+    assert scales.isnan().flatten().tolist() == [False, True, True, False, False]
+
+
+def test_a_product_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, gpus: Machine) -> None:
+    """Where torch's product gives other numbers, that is the reason why a GPU has none; sums are those of float32."""
+    right, fast = torch._scaled_mm, list[bool]()
+
+    def wrong(*arguments: Any, use_fast_accum: bool, **more: Any) -> torch.Tensor:
+        fast.append(use_fast_accum)
+        return right(*arguments, **more) / 2
+
+    assert why_no_float8(torch.device("cuda", 0)) == ""
+    monkeypatch.setattr(torch, "_scaled_mm", wrong)
+    assert why_no_float8(torch.device("cuda", 0)) == "torch._scaled_mm is wrong on this GPU"
+    assert fast == [False]
+
+
+def test_an_output_layer_in_e4m3_is_decoded(tmp_path: Path) -> None:
+    """It has the numbers of the file in the model's format, and all other layers stay."""
+    write(tmp_path, "channel", vocab_size=208)
+    head = load_file(tmp_path / "model.safetensors")["lm_head.weight"]
+    scale = head.abs().amax(1, keepdim=True) / 448
+    codes = (head / scale).to(torch.float8_e4m3fn)
+    change_tensors(tmp_path, {"lm_head.weight": codes, "lm_head.weight_scale": scale})
+    model = loaded(tmp_path)
+    assert type(model.lm_head) is torch.nn.Linear
+    assert torch.equal(model.lm_head.weight, (codes.float() * scale).to(torch.bfloat16))
+    assert sum(isinstance(one, Float8Linear) for one in model.modules()) == 7
