@@ -20,6 +20,7 @@
       * NotPicklable (TypeError)          the program's: an engine cannot go to another process
       * EngineInUse                       the program's: two threads call one Engine at once
       * CalledFromHook                    the program's: what an engine calls makes a call of it that cannot be there
+          - HooksTooDeep
       * NoEventLoop (RuntimeError)        the program's: it awaits an engine outside of asyncio
       * WeightsIncomplete                 new weights were written in part: load a whole version, or make a new engine
       * EngineAsleep                      the engine has given its memory back: call wake()
@@ -436,6 +437,10 @@ class CalledFromHook(PagedcoreError):
             elif package != "pluggy":
                 break
         return cls(call, hook, advice)
+
+
+class HooksTooDeep(CalledFromHook):
+    """A hook made a call because of what a hook's call did, and so on, more often than is allowed; nothing was done."""
 
 
 class NoEventLoop(PagedcoreError, RuntimeError):

@@ -229,7 +229,7 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
         num_before = len(taken)
         try:
             with self._steps.change(lands=False):
-                return self._accepted(self.requests.accept(processed, taken, held_s))
+                return self.requests.accept(processed, taken, held_s)
         except BaseException:
             # Why: an interrupt may come when it was taken already, and then no caller would know of it.
             self._withdraw(taken[num_before:])
@@ -245,7 +245,6 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
             processed = self.requests.process_turn(request, prompt, params, index)
             with self._steps.change():
                 self.requests.begin_turn(request, processed, index)
-                self._accepted(request)
 
     def generate(
         self, prompts: Iterable[Prompt] | Chat | Infill,
@@ -439,7 +438,6 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
 
     def remove_request(self, request: Request) -> None:
         """Remove a finished request and free its blocks; a second call does nothing."""
-        self._recover()
         with self._steps.change(lands=False):
             self.requests.remove(request)
 
@@ -500,9 +498,11 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
             if not plan.rows or self._steps.has_failed or plan.stopped_by != waits.reason or waits.is_idle:
                 self._look_at(plan)
             for one in self.observers:
-                one.step_ended()
+                self._outputs.news.append(one.step_ended)
             if plan.rows and is_observed:
-                self.hooks.step_done(self._report.describe(plan, self.stats))
+                self._outputs.news.append(partial(self.hooks.step_done, self._report.describe(plan, self.stats)))
+            if self._outputs.news:
+                self._steps.tell()
             return self._outputs.take_untold()
 
     def _look_at(self, plan: SchedulePlan) -> None:
@@ -514,10 +514,10 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
             failed = {row.sequence.sequence_id for row in plan.rows}
             errors = [one.error for one in self.requests if one.error is not None
                       and failed.intersection(each.sequence_id for each in one.sequences)]
-            self.note_trouble("failed-step", *errors)
+            self._outputs.news.append(partial(self.note_trouble, "failed-step", *errors))
         if self.wait_log.stands_still(now_s, is_idle=not plan.rows and self._steps.is_stalled):
             _report_stall(self)
-            self.note_trouble("stall")
+            self._outputs.news.append(partial(self.note_trouble, "stall"))
 
     def note_trouble(self, why: str, *errors: BaseException) -> None:
         """Let observers keep what helps to find out why; see ``EngineObserver.note_trouble``."""
@@ -656,10 +656,6 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _accepted(self, request: Request) -> Request:
-        self._outputs.news.extend(partial(one.request_accepted, request) for one in self.observers)
-        return request
-
     @contextmanager
     def _withdrawing(self, requests: Iterable[Request]) -> Iterator[None]:
         """Abort and remove requests in the end, whatever ends this."""
@@ -669,9 +665,11 @@ class Engine(JudgesTexts, LoadsAdapters, Sleeps, TextVerbs):
             self._withdraw(requests)
 
     def _withdraw(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            self.abort_request(request.request_id)
-            self.remove_request(request)
+        """Abort and remove requests in one change, before a hook is told of any."""
+        if requests := list(requests):
+            with self._steps.change(lands=False):
+                self.requests.withdraw(requests)
+                self._transfers.advance()
 
     def _recover(self) -> None:
         if self._steps.is_torn:

@@ -7,6 +7,7 @@ block, and results are what they would have been. During the forward a step is r
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Final, NoReturn
 from pagedcore.engine.interrupts import CtrlC
 from pagedcore.engine.step_host import BrokenOff, EngineHost
 from pagedcore.engine.steps_ahead import StepsAhead, TokensLost
-from pagedcore.errors import CalledFromHook, EngineClosed, EngineInUse, EngineOverloaded, InvalidRequest
+from pagedcore.errors import CalledFromHook, EngineClosed, EngineInUse, EngineOverloaded, HooksTooDeep, InvalidRequest
 from pagedcore.execution.failures import is_out_of_memory
 from pagedcore.execution.kv_transfers import KVTransfers
 from pagedcore.protocols import Clock
@@ -35,6 +36,13 @@ _WITHIN: Final = (
     "while the engine changes what that needs; nothing was done. Make the call after the engine's has returned, or "
     "from an observer that is told between two changes (docs/plugins.md). abort() may be called anywhere."
 )
+MOST_DEPTH: Final = 4
+"""The longest chain of hooks, each told of what the one before it has called, whose calls are carried out."""
+_TOO_DEEP: Final = (
+    f"hook {MOST_DEPTH + 1} of a chain in which each is told of what the one before has called; allowed are "
+    f"{MOST_DEPTH}, and nothing was done. Let hooks pass over what their own calls bring (docs/plugins.md)."
+)
+_log = logging.getLogger("pagedcore")
 
 
 class StepRunner:
@@ -63,6 +71,10 @@ class StepRunner:
         # Why a lock that is never waited for: taking it and finding it taken are one operation.
         self._lock, self._owner = threading.RLock(), threading.current_thread()
         self._is_inside = self.is_silent = False
+        self._hook = 0, 0
+        """How many hooks are being told, each within a call of the one before, and how many news they have left."""
+        self._is_cut = False
+        """Whether these were too many, so that until the first one returns no further one may call."""
         self.is_torn = False
         """Whether something is being changed, or broke off and was not undone yet."""
         self.is_stalled = False
@@ -102,39 +114,55 @@ class StepRunner:
         self.tell()
         return plan
 
-    def tell(self) -> None:
-        """Tell observers what has happened, unless it is silent; what they call may have more to tell, and tells it."""
-        while (news := self._outputs.news) and not self.is_silent:
-            news.popleft()()
+    def tell(self, caught: type[BaseException] = Exception) -> None:
+        """Tell observers what has happened, unless it is silent; then raise the first error of those ``caught``.
 
-    def tell_last(self) -> None:
-        """Tell all of it, whatever observers raise, because nothing comes after it; then raise the first error."""
-        errors: list[BaseException] = []
-        while self._outputs.news:
+        A hook that calls this hears of what its call did, not of what had come before. A chain of hooks that is too
+        long is logged, not raised: who has made the call that it began with is served.
+        """
+        news, (depth, num_left), errors = self._outputs.news, self._hook, list[BaseException]()
+        while len(news) > num_left and not self.is_silent:
+            call = news[num_left]
+            del news[num_left]
+            # Why cut: where each brings several, there would be that many to the power of the bound.
+            self._hook = MOST_DEPTH + 1 if self._is_cut else depth + 1, len(news)
             try:
-                self.tell()
-            except BaseException as error:
-                errors.append(error)
+                call()
+            except caught as error:
+                if depth or not isinstance(error, HooksTooDeep):
+                    errors.append(error)
+                else:
+                    _log.error("%s", error)
+            finally:
+                self._hook, self._is_cut = (depth, num_left), self._is_cut and depth > 0
         if errors:
             raise errors[0]
+
+    def tell_last(self) -> None:
+        """Tell what outer hooks have not heard yet as well, whatever is raised, because nothing comes after it."""
+        self._hook = self._hook[0], 0
+        self.tell(BaseException)
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Keep other threads out; this one may come in again.
 
-        Raises ``EngineInUse`` if another one is in, and ``CalledFromHook`` within a change.
+        Raises ``EngineInUse`` if another one is in, ``CalledFromHook`` within a change, and ``HooksTooDeep``.
         """
         if not self._lock.acquire(blocking=False):
             raise EngineInUse(self._owner.name, threading.current_thread().name)
         try:
             if self._is_inside:
                 raise CalledFromHook.here(_WITHIN)
-            self._owner = threading.current_thread()
+            if self._hook[0] > MOST_DEPTH:
+                self._is_cut = True
+                raise HooksTooDeep.here(_TOO_DEEP)
+            self._owner, hook = threading.current_thread(), self._hook
             try:
                 yield
             finally:
-                # Why again: an interrupt may have kept the end of a change from saying so.
-                self._is_inside = False
+                # Why again: an interrupt may have kept the end of a change, or of a hook, from saying so.
+                self._is_inside, self._hook, self._is_cut = False, hook, self._is_cut and hook[0] > 0
         finally:
             self._lock.release()
 
@@ -152,7 +180,6 @@ class StepRunner:
             self.recover()
             self._land()
             yield
-            self.tell()
 
     @property
     def has_landed(self) -> bool:
@@ -207,12 +234,14 @@ class StepRunner:
 
     @contextmanager
     def change(self, *, lands: bool = True) -> Iterator[None]:
-        """Change queues, blocks or requests; whatever breaks that off is undone, and a refusal changes nothing.
+        """Change queues, blocks or requests; whatever breaks that off is undone, as is what broke off before, and a
+        refusal changes nothing.
 
         ``lands``: a step in flight is ended first. Raises as ``exclusive``, and ``EngineClosed`` if the device has
         failed for good.
         """
         with self.exclusive():
+            self._undo()
             if lands:
                 self._land()
             with self._change():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -280,6 +280,13 @@ class RequestTable:
                 self.scheduler.remove_sequence(sequence)
             self._forget(request)
 
+    def withdraw(self, requests: Iterable[Request]) -> None:
+        """Abort and remove requests."""
+        for request in requests:
+            if not request.is_done:
+                self.outputs.abort(request)
+            self.remove(request)
+
     def require_extensible(self, request: Request, index: int | None = None) -> Sequence:
         """Return the sequence of a request that can be continued. Raises as ``Request.extend``."""
         self._require_weights()
@@ -342,6 +349,7 @@ class RequestTable:
         for index, sequence in enumerate(request.sequences):
             self.outputs.open_text(request, sequence, index)
         self.outputs.counters.num_prompt_tokens += len(processed.token_ids)
+        self.outputs.news.extend(partial(one.request_accepted, request) for one in self.outputs.observers)
 
     def sequences_of_quote(self, processed: ProcessedRequest) -> list[Sequence]:
         """Make the sequences that a request would have if it came now, as the latest of all; nothing knows them."""
