@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from pagedcore.analysis.load_simulation.costs import LoadTimes, Step, WorkObserver, fit_costs
@@ -31,7 +31,9 @@ _NUM_TOKEN_IDS: Final = 256
 _RULES: Final[dict[str, rules.FieldRule[Any]]] = {
     "model": rules.NAME, "num_steps": rules.integer(0, 2**53), "mean_error": rules.number(0),
     "max_model_len": rules.COUNT, "block_size": rules.COUNT, "num_kv_blocks": rules.COUNT,
-    "is_schedule_invariant": rules.BOOLEAN, "num_states": rules.integer(0, 2**53),
+    "is_schedule_invariant": rules.BOOLEAN,
+    **dict.fromkeys(("num_states", "window", "kv_bytes", "kv_bytes_per_token", "window_bytes_per_token"),
+                    rules.integer(0, 2**53)),
 }
 
 
@@ -55,6 +57,12 @@ class Calibration:
     is_schedule_invariant: bool
     num_states: int = 0
     """State blocks of a model with recurrent layers; 0: it has none."""
+    window: int = 0
+    """As of ``SimulatedModel``, like the bytes of a token; 0: all layers of the engine kept all positions."""
+    kv_bytes: int = 0
+    """Of the pool, if it has window blocks and was not given in blocks, else 0."""
+    kv_bytes_per_token: int = 1
+    window_bytes_per_token: int = 1
 
     def __post_init__(self) -> None:
         for name, rule in _RULES.items():
@@ -64,9 +72,12 @@ class Calibration:
         """Return what is simulated: this model under ``config``, with the calibrated pool if that names none."""
         if config.num_kv_blocks is None and config.kv_cache_memory is None:
             size = config.block_size or self.block_size
-            config = replace(config, num_kv_blocks=max(1, self.num_kv_blocks * self.block_size // size))
-        model = SimulatedModel(max_model_len=self.max_model_len, block_size=self.block_size,
-                               is_schedule_invariant=self.is_schedule_invariant, num_states=self.num_states)
+            in_blocks = {"num_kv_blocks": max(1, self.num_kv_blocks * self.block_size // size)}
+            # Why bytes: with other settings an engine divides them differently among its two kinds of blocks.
+            pool: dict[str, Any] = {"kv_cache_memory": self.kv_bytes} if self.kv_bytes else in_blocks
+            config = replace(config, **pool)
+        names = {one.name for one in fields(SimulatedModel)} & {one.name for one in fields(self)}
+        model = SimulatedModel(**{name: getattr(self, name) for name in names})
         return SimulatedEngine(times=self.times, model=model, config=config)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -87,8 +98,8 @@ class Calibration:
         if data.pop("version", None) != _VERSION or not isinstance(data.get("times"), dict):
             raise InvalidConfig("step times: got another kind of file, allowed is one that "
                                 "`pagedcore simulate --calibrate` has written.")
-        # Why: a file that was written by hand may leave out what prompts cost on top, and a model may have no states.
-        data = {"num_states": 0} | data
+        # Why: a file that was written by hand may leave out what prompts cost on top, and what few models have.
+        data = {one.name: one.default for one in fields(cls) if one.default is not MISSING} | data
         data["times"] = {one.name: 0.0 for one in fields(LoadTimes)[4:]} | data["times"]
         for wanted, found in ((names, set(data)), (costs, set(data["times"]))):
             if wanted != found:
@@ -149,9 +160,22 @@ def calibrate(
     request_s = times.request_s + sum(sum(each) / max(1, len(each)) for each in (accepts_s, removals_s))
     return Calibration(
         model=name, times=replace(times, request_s=request_s), num_steps=len(steps), mean_error=error,
-        max_model_len=stats.max_model_len, block_size=stats.block_size, num_kv_blocks=stats.num_blocks,
-        is_schedule_invariant=stats.is_schedule_invariant, num_states=stats.num_states,
+        **facts_of(engine),
     )
+
+
+def facts_of(engine: Engine) -> dict[str, Any]:
+    """Return what a ``Calibration`` says of an engine, beside what its steps cost."""
+    stats, memory = engine.stats(), engine.components.memory
+    names = ("max_model_len", "block_size", "is_schedule_invariant", "num_states")
+    facts = {"num_kv_blocks": stats.num_blocks, **{name: getattr(stats, name) for name in names}}
+    if stats.num_windows:
+        windows, num_tokens, size = memory.windows, stats.num_blocks * stats.block_size, stats.block_size
+        kept, left = -(-(memory.num_bytes - windows.num_bytes) // num_tokens), -(-windows.block_bytes // size)
+        facts |= {"window": windows.window, "kv_bytes_per_token": kept, "window_bytes_per_token": left}
+        if engine.components.config.num_kv_blocks is None:
+            facts["kv_bytes"] = kept * num_tokens + left * windows.num_windows * size
+    return facts
 
 
 def fit(steps: list[Step]) -> tuple[LoadTimes, float]:

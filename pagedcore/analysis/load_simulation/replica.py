@@ -21,6 +21,7 @@ from pagedcore.engine.builder import build_components
 from pagedcore.engine.kv_memory import DEFAULT_MEMORY_SHARE
 from pagedcore.errors import EngineOverloaded, InternalError, InvalidConfig, RequestTooLarge
 from pagedcore.kv_cache.host_cache import Transfer
+from pagedcore.kv_cache.windowed_blocks import WindowedBlocks
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler.plan import NewToken, ScheduledRow, SchedulePlan
@@ -44,6 +45,11 @@ class SimulatedModel:
     vocab_size: int = 1
     eos_token_ids: frozenset[int] = frozenset()
     kv_bytes_per_token: int = 1
+    """Of all layers but those with a window."""
+    window: int = 0
+    """Positions that its layers with a window read, which give up what has left it; 0: it has none."""
+    window_bytes_per_token: int = 1
+    """Of layers with a window. Where the pool is given in blocks, no bytes matter."""
     num_states: int = 0
     """State blocks that there is memory for, of a model with recurrent layers; 0: it has none."""
 
@@ -51,6 +57,23 @@ class SimulatedModel:
     def cache_store(self) -> Any:
         """Something, because engines can copy blocks; no block is ever copied here."""
         return self
+
+    @property
+    def windows(self) -> SimulatedModel:
+        """Return what says how its layers with a window are kept, and keeps nothing."""
+        return self
+
+    @property
+    def store(self) -> Any:
+        """As ``cache_store``, of window blocks."""
+        return self
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes that a window block would have."""
+        return block_size * self.window_bytes_per_token
+
+    def use(self, num_windows: int) -> None:
+        """Do nothing."""
 
     @property
     def state_bytes(self) -> int:
@@ -78,8 +101,8 @@ class SimulatedModel:
         return math.ceil((self.num_states + 0.5) * _STATE_BYTES / DEFAULT_MEMORY_SHARE)
 
     def kv_block_bytes(self, block_size: int) -> int:
-        """Return the bytes that a block would have, one for each token."""
-        return block_size
+        """Return the bytes that a block would have, with all layers."""
+        return block_size * self.kv_bytes_per_token + (self.block_bytes(block_size) if self.window else 0)
 
     def release_kv(self) -> None:
         """Do nothing."""
@@ -152,12 +175,15 @@ class Replica:
         self.number, self.now_s, self.timeline = number, 0.0, Timeline()
         self.scheduler = components.scheduler
         is_static = not self.scheduler.queues.is_dynamic
-        # Why not with states: single decode steps leave some on their way, and steps together would leave none.
+        # Why not with these: single decode steps leave some on their way, and steps together would leave none.
+        leaves_behind = model.num_states or components.memory.windows.num_windows
         self.jumps = (config.phases == "mixed" and config.eviction_policy != "fifo" and is_static
-                      and not model.num_states)
+                      and not leaves_behind)
         """Whether equal steps are committed together."""
         self.busy_s = self.position_seconds = 0.0
         """Seconds of steps, and their sum over all positions whose keys and values a step has read."""
+        self.most_blocks = self.most_windows = 0
+        """The most blocks and window blocks that sequences have held at once, those of the step in flight included."""
         self._blocks = components.kv_cache.device
         self.num_positions = self._blocks.num_blocks * self._blocks.block_size
         self._config, self._max_model_len = config, components.info.max_model_len
@@ -251,6 +277,7 @@ class Replica:
         for sequence in plan.admitted:
             if (outcome := self._open[sequence.sequence_id]).started_s is None:
                 outcome.started_s = begun_s
+        self._note_blocks()
         self._pass(*plan.work, len(plan.rows), *prompt_work_of(plan))
 
     def tokens(self, plan: SchedulePlan, sampled: None) -> dict[int, int | None]:
@@ -261,6 +288,11 @@ class Replica:
         """Note the times of tokens and ends."""
         self._note_tokens([new.sequence.sequence_id for new in news])
         self._note_ends(news)
+
+    def _note_blocks(self) -> None:
+        self.most_blocks = max(self.most_blocks, self._blocks.num_used_blocks)
+        if isinstance(self._blocks, WindowedBlocks):
+            self.most_windows = max(self.most_windows, self._blocks.windows.num_used)
 
     def _pass(
         self, prefill: int, decode: int, kv: int, num_rows: int, chunks: int = 0, pairs: int = 0,
@@ -341,6 +373,7 @@ class Replica:
             rows.append(ScheduledRow(one, start, steps, needed))
         plan = SchedulePlan(tuple(rows))
         self.scheduler.reserve(plan)
+        self._note_blocks()
         self._note_ends(self.scheduler.commit(plan, _tokens(plan)))
 
 

@@ -49,6 +49,7 @@ _ROWS: Final[tuple[tuple[str, Callable[[Summary], str]], ...]] = (
     ("time in steps", lambda s: f"{s.busy_share:.0%}"),
     ("slots in use", lambda s: f"{s.slot_utilisation:.0%}"),
     ("KV pool in use", lambda s: f"{s.kv_utilisation:.0%}"),
+    ("blocks held, most", lambda s: f"{s.most_blocks}" + (f", {s.most_windows} window blocks" * bool(s.most_windows))),
     ("prompt tokens from the cache", lambda s: f"{s.cached_share:.0%}"),
     ("preemptions", lambda s: f"{s.num_preemptions}"),
 )

@@ -111,6 +111,10 @@ class Summary:
     """Rows of all steps over steps times ``max_num_seqs``."""
     kv_utilisation: float
     """Positions that steps read over positions of the pool, in the mean over the time in steps."""
+    most_blocks: int
+    """That sequences of one replica have held at once, those of the step in flight included."""
+    most_windows: int
+    """Such window blocks; 0: there are none."""
     cached_share: float
     """Share of prompt tokens that were found in the cache."""
     num_preemptions: int
@@ -126,6 +130,8 @@ class SimulationResult:
         self.timelines = [one.timeline for one in replicas]
         self.max_num_seqs = max_num_seqs
         self._busy_s = sum(one.busy_s for one in replicas)
+        self._most_blocks = max(one.most_blocks for one in replicas)
+        self._most_windows = max(one.most_windows for one in replicas)
         self._position_share_s = sum(one.position_seconds / one.num_positions for one in replicas)
 
     def summary(self, targets: Targets) -> Summary:
@@ -149,6 +155,7 @@ class SimulationResult:
             num_steps=num_steps, busy_share=_ratio(self._busy_s, duration_s * len(self.timelines)),
             slot_utilisation=_ratio(sum(sum(one.num_rows) for one in self.timelines), num_steps * self.max_num_seqs),
             kv_utilisation=_ratio(self._position_share_s, self._busy_s),
+            most_blocks=self._most_blocks, most_windows=self._most_windows,
             cached_share=_ratio(sum(one.num_cached for one in done), num_input),
             num_preemptions=sum(one.num_preemptions for one in self.outcomes),
             tenants=self._tenants(duration_s),

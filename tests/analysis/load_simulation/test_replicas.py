@@ -6,13 +6,15 @@ import json
 import math
 from collections import Counter
 from dataclasses import astuple, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pagedcore.analysis.load_simulation import report
+from pagedcore.analysis.load_simulation.calibration import Calibration, facts_of
 from pagedcore.analysis.load_simulation.costs import LoadTimes
-from pagedcore.analysis.load_simulation.replica import SimulatedModel
+from pagedcore.analysis.load_simulation.replica import Replica, SimulatedModel
 from pagedcore.analysis.load_simulation.results import Targets
 from pagedcore.analysis.load_simulation.simulator import ROUTES, SimulatedEngine, find_replicas, simulate
 from pagedcore.analysis.load_simulation.workload import RandomLoad, SimulatedRequest, own_segment
@@ -20,13 +22,19 @@ from pagedcore.config.engine_config import EngineConfig
 from pagedcore.engine.builder import build_components
 from pagedcore.engine.engine import Engine
 from pagedcore.errors import InvalidConfig
+from pagedcore.kv_cache.windowed_blocks import WindowedBlocks
+from pagedcore.models.transformers_model import TransformersModel
 from pagedcore.protocols import FloatArray, RaggedRows
 from pagedcore.request_options import RequestOptions
 from pagedcore.sampling_params import SamplingParams
 from pagedcore.scheduler import chunk_ends
 from pagedcore.scheduler.scheduler import Scheduler
+from pagedcore.scheduler.stats import SchedulerStats
 from pagedcore.scheduler.step_time import StepTimes
-from support.doubles import FakeClock, KeepsToyStates, ToyBackend
+from pagedcore_kernels.cpu.attention.backend import NumbaCpuAttention
+from support.doubles import FakeClock, KeepsToyStates, KeepsToyWindows, ToyBackend, ToyWindowed, ToyWindowLayers
+from support.engine_builders import make_engine
+from support.families import tiny_model
 
 TIMES = StepTimes(0.004, 0.0005, 0.0005, 1e-5)
 """Prompt and generated tokens cost the same, so that the stand-in below can tell a step's time from its arrays."""
@@ -63,6 +71,10 @@ class _TimedBackend(ToyBackend):
     def forward(self, batch: RaggedRows) -> FloatArray:
         self._clock.sleep(TIMES.seconds(int(batch.query_start[-1]), 0, int(batch.kv_lens.sum())))
         return super().forward(batch)
+
+
+class _TimedWindowed(KeepsToyWindows, _TimedBackend):
+    """The same with windows."""
 
 
 class _TimedHybrid(KeepsToyStates, _TimedBackend):
@@ -117,6 +129,27 @@ def times_on(
             for one in metrics]
 
 
+def times_of(replica: Replica, requests: list[SimulatedRequest]) -> Any:
+    """When each request has its first and its last token in a simulation, for comparison."""
+    outcomes = []
+    for request in requests:
+        replica.run_until(request.arrival_s)
+        outcomes.append(replica.add_request(request))
+    replica.run_until(math.inf)
+    return [(pytest.approx(one.first_token_s), pytest.approx(one.finished_s)) for one in outcomes]
+
+
+def require_equal(replica: Replica, real: Engine, *names: str) -> SchedulerStats:
+    """The numbers of a simulation are an engine's."""
+    counted, found = real.scheduler.stats(), replica.scheduler.stats()
+    for name in (*names, "num_blocks", "num_cached_tokens", "num_looked_up_tokens", "num_blocks_cached",
+                 "num_preemptions"):
+        assert getattr(found, name) == getattr(counted, name), name
+    done, made = real.scheduler.counters, replica.scheduler.counters
+    assert made.num_prefill_tokens + made.num_decode_tokens == done.num_prefill_tokens + done.num_decode_tokens
+    return found
+
+
 @pytest.mark.parametrize("settings", SETTINGS[:11], ids=str)
 def test_every_request_has_its_tokens_when_an_engine_gives_them(settings: dict[str, Any]) -> None:
     """First and last tokens come when they come on an engine with this configuration, preemptions and all."""
@@ -143,22 +176,97 @@ def test_a_model_with_states_does_what_an_engine_of_it_does(
     config = EngineConfig(**SMALL | {"block_size": 4, "speculation": "off"} | settings)
     real = Engine(build_components(_TimedHybrid(clock, num_states), config=config), clock)
     wanted = times_on(real, clock, requests)
-    (replica,) = replicas = engine_of(num_states=num_states, **settings).replicas(1)
-    outcomes = []
-    for request in requests:
-        replica.run_until(request.arrival_s)
-        outcomes.append(replica.add_request(request))
-    replicas[0].run_until(math.inf)
-    for outcome, (first_s, last_s) in zip(outcomes, wanted, strict=True):
-        assert (outcome.first_token_s, outcome.finished_s) == (pytest.approx(first_s), pytest.approx(last_s))
-    counted, found = real.scheduler.stats(), replica.scheduler.stats()
-    for name in ("num_states", "num_states_kept", "num_states_evicted", "num_cached_tokens", "num_looked_up_tokens",
-                 "num_blocks_cached", "num_preemptions"):
-        assert getattr(found, name) == getattr(counted, name), name
-    done, made = real.scheduler.counters, replica.scheduler.counters
-    assert made.num_prefill_tokens + made.num_decode_tokens == done.num_prefill_tokens + done.num_decode_tokens
+    replica = engine_of(num_states=num_states, **settings).replicas(1)[0]
+    assert times_of(replica, requests) == wanted
+    found = require_equal(replica, real, "num_states", "num_states_kept", "num_states_evicted")
     assert found.num_states == num_states
     assert found.num_cached_tokens > 0
+
+
+def most_held(engine: Engine) -> list[int]:
+    """The most blocks and window blocks that sequences hold in a forward from now on."""
+    backend, device, most = engine.components.runner.backend, engine.scheduler.kv_cache.device, [0, 0]
+    assert isinstance(device, WindowedBlocks)
+    forward = backend.forward
+
+    def watched(batch: RaggedRows) -> Any:
+        most[:] = max(most[0], device.num_used_blocks), max(most[1], device.windows.num_used)
+        return forward(batch)
+
+    backend.forward = watched  # type: ignore[method-assign]
+    return most
+
+
+WINDOW_COUNTS = ("num_windows", "num_windows_used", "num_windows_kept", "num_windows_evicted")
+
+
+@pytest.mark.parametrize("settings", [
+    {}, {"num_kv_blocks": 16}, {"num_kv_blocks": 30, "max_num_seqs": 8, "max_num_batched_tokens": 32},
+    {"num_kv_blocks": None, "kv_cache_memory": 2200}, {"num_kv_blocks": None, "kv_cache_memory": 4000},
+], ids=str)
+def test_a_model_with_windows_does_what_an_engine_of_it_does(settings: dict[str, Any]) -> None:
+    """What a sequence has left is given up in the same step, and chunks are cut where window blocks end: times, tokens
+    that were computed and found, what is kept and was evicted, and the most that is held are those of an engine."""
+    clock = FakeClock()
+    config = EngineConfig(**SMALL | {"block_size": 4, "speculation": "off"} | settings)
+    real = Engine(build_components(_TimedWindowed(clock), config=config), clock)
+    largest, most = 4 * real.stats().num_blocks, most_held(real)
+    requests = [one for one in load() if one.prompt[1][1] > 1 and one.num_input + one.num_output <= largest]
+    wanted = times_on(real, clock, requests)
+    model = SimulatedModel(max_model_len=4096, block_size=4, window=ToyWindowLayers.window, kv_bytes_per_token=16,
+                           window_bytes_per_token=16)
+    replica = replace(engine_of(**settings), model=model).replicas(1)[0]
+    assert times_of(replica, requests) == wanted
+    found = require_equal(replica, real, *WINDOW_COUNTS)
+    assert [replica.most_blocks, replica.most_windows] == most
+    assert min(found.num_windows, found.num_windows_evicted) > 0
+
+
+@pytest.mark.parametrize("pool", [{"num_kv_blocks": 30}, {"kv_cache_memory": 2200}, {"kv_cache_memory": 5000}], ids=str)
+def test_a_calibration_has_the_pool_of_an_engine_with_windows(pool: dict[str, Any], tmp_path: Path) -> None:
+    """From its file come as many blocks of both kinds as the engine had, and with other settings as many as it would
+    have."""
+    settings: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 400}
+    with make_engine(ToyWindowed(), **{"num_kv_blocks": None} | settings | pool) as calibrated:
+        Calibration(model="toy", times=LoadTimes(*astuple(TIMES)), num_steps=0, mean_error=0.0, **facts_of(calibrated)
+                    ).save(tmp_path / "times.json")
+    for most in (4, 2):
+        settings["max_num_seqs"] = most
+        simulated = Calibration.load(tmp_path / "times.json").engine(EngineConfig(**settings)).replicas(1)[0]
+        found = simulated.scheduler.stats()
+        with make_engine(ToyWindowed(), **{"num_kv_blocks": None} | settings | pool) as real:
+            assert (found.num_blocks, found.num_windows) == (real.stats().num_blocks, real.stats().num_windows)
+        assert found.num_windows > 0
+
+
+@pytest.mark.parametrize(("kind", "overrides"), [
+    ("gemma3_text", {"num_hidden_layers": 3, "sliding_window": 40, "layer_types": [
+        "sliding_attention", "sliding_attention", "full_attention"]}),
+    ("gpt_oss", {"num_hidden_layers": 2, "sliding_window": 24}),
+])
+def test_the_peaks_of_real_models_with_windows_are_foreseen(kind: str, overrides: dict[str, Any]) -> None:
+    """Of requests that come at once, the most blocks and window blocks that a step holds, and what was computed again
+    and evicted, are what a simulation of the calibrated engine says."""
+    model = tiny_model(kind, max_position_embeddings=1024, **overrides)
+    settings = {"max_num_seqs": 3, "max_num_batched_tokens": 48, "num_threads": 1, "speculation": "off",
+                "max_num_waiting": 40, "num_kv_blocks": 24}
+    backend = TransformersModel(model, NumbaCpuAttention, runs_self_test=False)
+    with Engine.from_pretrained(backend, **settings) as real:
+        most, requests = most_held(real), [replace(one, arrival_s=0.0) for one in RandomLoad(
+            rate=1.0, num_requests=12, input_tokens=90, output_tokens=20, prefix_tokens=64, num_prefixes=2, seed=3
+        ).requests()]
+        for number, one in enumerate(requests):
+            (prefix, prefix_size), (_, own_size) = one.prompt
+            prompt = [3 + prefix] * prefix_size + [5 + number] + [4] * (own_size - 1)
+            real.add_request(prompt, SamplingParams(max_tokens=one.num_output, ignore_eos=True, temperature=0.0))
+        while real.has_pending_requests():
+            real.step()
+        known = Calibration(model=kind, times=LoadTimes(*astuple(TIMES)), num_steps=0, mean_error=0.0, **facts_of(real))
+        replica = known.engine(EngineConfig(**settings)).replicas(1)[0]
+        times_of(replica, requests)
+        found = require_equal(replica, real, *WINDOW_COUNTS)
+        assert [replica.most_blocks, replica.most_windows] == most
+        assert min(found.num_windows, found.num_windows_evicted) > 0
 
 
 def test_a_simulated_model_with_states_needs_a_number_of_blocks() -> None:

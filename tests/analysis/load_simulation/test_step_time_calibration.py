@@ -90,7 +90,7 @@ def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"version": 2}, "another kind of file"), ({"times": 3}, "another kind of file"), ({"more": 1}, "got 10 fields"),
+    ({"version": 2}, "another kind of file"), ({"times": 3}, "another kind of file"), ({"more": 1}, "got 14 fields"),
     ({"block_size": 0}, "block_size: got 0"), ({"model": ""}, "model: got"), ({"mean_error": "x"}, "mean_error"),
     ({"times": {"fixed_s": 1}}, "got 5 fields"),
     ({"times": {"fixed_s": -1, "prefill_token_s": 0, "decode_row_s": 0, "kv_token_s": 0}}, "fixed_s: got -1"),
