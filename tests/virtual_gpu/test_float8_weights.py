@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.cuda.simulated_driver import SimulatedDriver
 from kernels.cuda.test_elementwise import random_rows
 from pagedcore import Engine
 from pagedcore.cli.size import size_model
@@ -41,6 +42,7 @@ from pagedcore_kernels.cuda.attention.backend import NumbaCudaAttention
 from pagedcore_kernels.cuda.build.library import KernelLibrary
 from pagedcore_kernels.cuda.build.toolchain import missing_compiler_parts
 from pagedcore_kernels.cuda.driver import CudaDriver
+from pagedcore_kernels.cuda.elementwise import RowQuantizer
 from support.engine_builders import run
 from support.families import VOCAB, tiny_model
 from support.generate_oracle import make_prompts
@@ -437,20 +439,17 @@ def test_a_scale_that_the_configuration_does_not_speak_of_means_nothing(kind: st
     assert [one.row_scale for one in layers] == [0.0] * 7
 
 
-def test_rows_by_torch_are_those_of_the_kernel() -> None:
-    """Where no kernel is at hand, rows have the same scales; what is not finite spoils itself alone."""
-    rows = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+@KERNELS
+@pytest.mark.parametrize("given", [0.0, 0.013])
+def test_rows_by_torch_are_those_of_the_kernel(given: float) -> None:
+    """Where no kernel is at hand, rows have the same codes and scales to the bit, zeros and what is not finite too."""
+    rows = random_rows(0, 6, 904, dtype=torch.bfloat16) * torch.tensor([[1], [1], [1], [300], [1e-3], [1]]).bfloat16()
     rows[0], rows[1, 3], rows[2, 4] = 0, torch.inf, torch.nan
-    codes, scales = quantize_rows(rows)
-    assert scales[0] == 0
-    assert scales.isnan().flatten().tolist() == [False, True, True, False, False]
-    assert torch.equal(scales[3:], rows[3:].float().abs().amax(1, keepdim=True) / 448)
-    assert not codes[:3].float().any()
-    assert (codes[3:].float() * scales[3:] - rows[3:]).abs().max() < 2**-4 * rows[3:].abs().max()
-    codes, scales = quantize_rows(rows, 1e-3)
-    assert codes[3:].float().abs().max() == 448
-    assert not codes[:3].float().any()
-    assert scales.isnan().flatten().tolist() == [False, True, True, False, False]
+    codes, scales = quantize_rows(rows, given)
+    wanted_codes, wanted_scales = RowQuantizer(torch.bfloat16, SimulatedDriver())(rows, given)
+    assert torch.equal(codes.view(torch.uint8), wanted_codes.view(torch.uint8))
+    assert torch.equal(scales.nan_to_num(-1.0), wanted_scales.reshape(scales.shape).nan_to_num(-1.0))
+    assert scales.isnan().flatten().tolist() == [False, True, True, False, False, False]
 
 
 def test_a_product_that_is_wrong_is_not_taken(monkeypatch: pytest.MonkeyPatch, gpus: Machine) -> None:
