@@ -56,7 +56,7 @@ oversized = st.sampled_from(
      [{"role": CANARY}] * 5000]
 )
 anything = st.one_of(values, oversized)
-fuzz = settings(max_examples=200, suppress_health_check=list(HealthCheck), derandomize=True)
+fuzz = settings(max_examples=200, suppress_health_check=list(HealthCheck))
 
 
 def refusal_of(call, *arguments, **keywords):
